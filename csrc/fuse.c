@@ -1,0 +1,578 @@
+/* The FUSE server: a loop per cloned /dev/fuse descriptor, one request at a time, answered from tables (stops 1 to 4 of a read's path).
+ *
+ * Why not libfuse: taking over an initialised session, RESEND and passthrough need the device itself, and node ids that are addresses make its inode table
+ * pointless. What is here is the part of the protocol that a read-only filesystem needs.
+ *
+ * Nothing changes, so nothing times out: entries, absences, attributes, directory and page caches are kept for good. Only the mount's own root, which lists the
+ * plans, changes, and then the kernel is told. OPEN and OPENDIR are answered ENOSYS, after which the kernel sends none.
+ */
+#include "fuse.h"
+
+#include <errno.h>
+#include <linux/fuse.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "read.h"
+#include "util.h"
+
+#ifndef FUSE_HAS_RESEND
+#define FUSE_HAS_RESEND (1ULL << 39)
+#endif
+
+#define FOREVER_S (UINT64_C(10) * 365 * 86400)
+#define MAX_CHUNKS_PER_READ (FUSE_MAX_READ / TOC_STREAM_ALIGN + 2)
+#define OVERLAY_PREFIX "trusted.overlay."
+#define OVERLAY_PREFIX_LENGTH (sizeof(OVERLAY_PREFIX) - 1)
+#define ESCAPE "overlay."
+#define ESCAPE_LENGTH (sizeof(ESCAPE) - 1)
+
+struct request {
+	struct weefs *w;
+	struct worker *worker;
+	int fd;
+	const struct fuse_in_header *header;
+	const void *argument;	/* behind the header */
+	size_t size;		/* of the argument */
+};
+
+/* ---- answers ---- */
+
+static void answer_parts(int fd, uint64_t unique, int error, const struct iovec *parts, int n)
+{
+	struct fuse_out_header header = {.len = sizeof(header), .error = -error, .unique = unique};
+	struct iovec all[3] = {{&header, sizeof(header)}};
+	ssize_t ignored;
+
+	for (int i = 0; i < n; i++) {
+		all[i + 1] = parts[i];
+		header.len += (uint32_t)parts[i].iov_len;
+	}
+	do
+		ignored = writev(fd, all, n + 1);
+	while (ignored < 0 && errno == EINTR);
+	/* ENOENT: the request was interrupted and is gone. ENODEV: the mount is. Neither has anybody to tell. */
+}
+
+static void answer(const struct request *request, const void *data, size_t size)
+{
+	struct iovec part = {(void *)data, size};
+
+	answer_parts(request->fd, request->header->unique, 0, &part, size ? 1 : 0);
+}
+
+static void answer_error(const struct request *request, int error)
+{
+	fuse_answer_error(request->fd, request->header->unique, error < 0 ? -error : error);
+}
+
+void fuse_answer_error(int fd, uint64_t unique, int error)
+{
+	answer_parts(fd, unique, error, NULL, 0);
+}
+
+/* ---- attributes ---- */
+
+static void fill_attr(const struct object *object, struct fuse_attr *ret)
+{
+	struct weefs_attr attr;
+
+	super_attr(object, &attr);
+	*ret = (struct fuse_attr){
+		.ino = attr.node,
+		.size = attr.size,
+		.blocks = attr.blocks,
+		.atime = (uint64_t)attr.mtime_s,
+		.mtime = (uint64_t)attr.mtime_s,
+		.ctime = (uint64_t)attr.mtime_s,
+		.atimensec = attr.mtime_ns,
+		.mtimensec = attr.mtime_ns,
+		.ctimensec = attr.mtime_ns,
+		.mode = attr.mode,
+		.nlink = attr.nlink,
+		.uid = attr.uid,
+		.gid = attr.gid,
+		.rdev = attr.rdev,
+		.blksize = 4096,
+	};
+}
+
+/* The mount's root: a directory of plans, mode 0555. */
+static void fill_root_attr(struct weefs *w, struct fuse_attr *ret)
+{
+	*ret = (struct fuse_attr){.ino = NODE_ROOT, .size = 4096, .mode = S_IFDIR | 0555, .nlink = 2, .blksize = 4096};
+	ret->mtime = ret->ctime = ret->atime = atomic_load(&w->changed_s);
+	ret->mtimensec = ret->ctimensec = ret->atimensec = (uint32_t)atomic_load(&w->changed_ns);
+}
+
+static void fill_entry(const struct object *object, struct fuse_entry_out *ret)
+{
+	*ret = (struct fuse_entry_out){.nodeid = object->node, .entry_valid = FOREVER_S, .attr_valid = FOREVER_S};
+	fill_attr(object, &ret->attr);
+}
+
+static void do_getattr(const struct request *request)
+{
+	struct fuse_attr_out out = {.attr_valid = FOREVER_S};
+	struct object object;
+	int r = super_object(request->w, request->header->nodeid, &object);
+
+	if (r == -EISDIR) {
+		fill_root_attr(request->w, &out.attr);
+	} else if (r) {
+		answer_error(request, r);
+		return;
+	} else {
+		fill_attr(&object, &out.attr);
+	}
+	answer(request, &out, sizeof(out));
+}
+
+/* ---- names ---- */
+
+static void lookup_plan(const struct request *request, const char *name, size_t length)
+{
+	struct plan *plan = super_find_plan(request->w, name, length);
+	struct fuse_entry_out out;
+	struct object object;
+	int r = plan ? super_object(request->w, node_id(NODE_MERGED, plan->slot, 0, 0), &object) : -ENOENT;
+
+	if (r) {
+		answer_error(request, r);
+		return;
+	}
+	fill_entry(&object, &out); /* until fuse_forget_plan() */
+	answer(request, &out, sizeof(out));
+}
+
+static void do_lookup(const struct request *request)
+{
+	const char *name = request->argument;
+	struct fuse_entry_out out = {.entry_valid = FOREVER_S}; /* nodeid 0: an absence that may be remembered */
+	struct object directory, object;
+	uint64_t node;
+	size_t length;
+	int r;
+
+	if (request->size == 0 || name[request->size - 1] != 0) {
+		answer_error(request, EINVAL);
+		return;
+	}
+	length = strlen(name);
+	r = super_object(request->w, request->header->nodeid, &directory);
+	if (r == -EISDIR) {
+		lookup_plan(request, name, length);
+		return;
+	}
+	if (r == 0)
+		r = super_lookup(request->w, &directory, name, length, &node);
+	if (r == 0)
+		r = super_object(request->w, node, &object);
+	if (r && r != -ENOENT) {
+		answer_error(request, r);
+		return;
+	}
+	if (r == 0)
+		fill_entry(&object, &out);
+	answer(request, &out, sizeof(out));
+}
+
+static void do_readlink(const struct request *request)
+{
+	struct object object;
+	int r = super_object(request->w, request->header->nodeid, &object);
+
+	if (r == 0 && !S_ISLNK(object.inode->mode))
+		r = -EINVAL;
+	if (r)
+		answer_error(request, r);
+	else
+		answer(request, object.layer->toc.strings + object.inode->data, object.inode->size);
+}
+
+/* ---- directories ---- */
+
+/* Adds one entry to the reply when it fits. */
+static bool add_entry(struct weefs *w, uint8_t *reply, size_t *used, size_t size, bool plus, const struct listed *listed, uint64_t next)
+{
+	size_t fixed = plus ? offsetof(struct fuse_direntplus, dirent) : 0;
+	size_t needed = fixed + FUSE_DIRENT_ALIGN(FUSE_NAME_OFFSET + listed->name_length);
+	struct fuse_dirent *dirent = (struct fuse_dirent *)(reply + *used + fixed);
+	struct object object;
+
+	if (size - *used < needed)
+		return false;
+	memset(reply + *used, 0, needed);
+	if (plus && listed->node && super_object(w, listed->node, &object) == 0)
+		fill_entry(&object, (struct fuse_entry_out *)(reply + *used));
+	dirent->ino = listed->node ? listed->node : NODE_ROOT;
+	dirent->off = next;
+	dirent->namelen = listed->name_length;
+	dirent->type = listed->type;
+	memcpy(dirent->name, listed->name, listed->name_length);
+	*used += needed;
+	return true;
+}
+
+/* The plans, for whoever looks around: position 2 + slot. */
+static int list_plan(struct weefs *w, uint64_t index, struct listed *ret_listed)
+{
+	struct plan *plan;
+
+	if (index > NODE_MAX_SLOT)
+		return -ENOENT;
+	plan = super_plan(w, (uint32_t)index);
+	if (!plan)
+		return 1;
+	*ret_listed = (struct listed){.name = plan->name, .name_length = (uint32_t)strlen(plan->name), .type = S_IFDIR >> 12,
+				      .node = node_id(NODE_MERGED, plan->slot, 0, 0)};
+	return 0;
+}
+
+/* Offsets are positions: 0 ".", 1 "..", then the names. A name's number in its directory never changes, so a position is valid for ever. */
+static void do_readdir(const struct request *request, bool plus)
+{
+	const struct fuse_read_in *in = request->argument;
+	uint8_t *reply = request->worker->reply;
+	struct object directory;
+	size_t used = 0, size;
+	int r = super_object(request->w, request->header->nodeid, &directory);
+	bool root = r == -EISDIR;
+
+	if (r == 0 && !inode_is_directory(directory.inode))
+		r = -ENOTDIR;
+	if (request->size < sizeof(*in))
+		r = -EINVAL;
+	if (r && (!root || r != -EISDIR)) {
+		answer_error(request, r);
+		return;
+	}
+	size = in->size < FUSE_MAX_READ ? in->size : FUSE_MAX_READ;
+	for (uint64_t position = in->offset;; position++) {
+		struct listed listed = {.name = "..", .name_length = position == 0 ? 1 : 2, .type = S_IFDIR >> 12};
+
+		if (position >= 2) {
+			r = root ? list_plan(request->w, position - 2, &listed) : super_list(&directory, position - 2, &listed);
+			if (r < 0)
+				break;
+			if (r > 0)
+				continue;
+		}
+		if (!add_entry(request->w, reply, &used, size, plus, &listed, position + 1))
+			break;
+	}
+	answer(request, reply, used);
+}
+
+/* ---- data ---- */
+
+/* Clamps a READ to the file: the bytes to send. */
+static uint32_t read_size(const struct toc_inode *inode, uint64_t offset, uint32_t size)
+{
+	uint64_t left = offset < inode->size ? inode->size - offset : 0;
+
+	return left < size ? (uint32_t)left : size;
+}
+
+/* 0: answered or parked; else the error to answer. `buffer` has room for the request's size. */
+static int serve_read(struct weefs *w, const struct read_request *request, uint8_t *buffer, _Atomic uint64_t *sent)
+{
+	const struct toc_inode *inode = &request->layer->toc.inodes[request->inode];
+	uint32_t chunks[MAX_CHUNKS_PER_READ];
+	struct iovec part = {buffer, request->size};
+	uint32_t missing;
+	int r;
+
+	do {
+		missing = read_missing(request->layer, inode, request->offset, request->size, chunks, MAX_CHUNKS_PER_READ);
+		r = missing ? miss_wait(&w->misses, request, chunks, missing) : 0;
+	} while (r == 1);
+	if (r || missing)
+		return r;
+	r = read_present(request->layer, inode, request->offset, request->size, buffer);
+	if (r)
+		return r;
+	atomic_fetch_add_explicit(sent, request->size, memory_order_relaxed);
+	answer_parts(request->fd, request->unique, 0, &part, 1);
+	return 0;
+}
+
+static void do_read(const struct request *request)
+{
+	const struct fuse_read_in *in = request->argument;
+	struct read_request read = {.unique = request->header->unique, .fd = request->fd, .pid = request->header->pid};
+	struct object object;
+	int r = request->size < sizeof(*in) ? -EINVAL : super_object(request->w, request->header->nodeid, &object);
+
+	if (r == 0 && !S_ISREG(object.inode->mode))
+		r = S_ISDIR(object.inode->mode) ? -EISDIR : -EINVAL;
+	if (r == 0) {
+		read.layer = object.layer;
+		read.inode = object.number;
+		read.offset = in->offset;
+		read.size = read_size(object.inode, in->offset, in->size < FUSE_MAX_READ ? in->size : FUSE_MAX_READ);
+		if (read.size == 0) {
+			answer(request, NULL, 0);
+			return;
+		}
+		r = serve_read(request->w, &read, request->worker->reply, &request->worker->read_bytes);
+	}
+	if (r)
+		answer_error(request, r);
+}
+
+void fuse_answer_read(struct weefs *w, const struct read_request *request)
+{
+	cleanup_free uint8_t *buffer = malloc(request->size);
+	int r = buffer ? serve_read(w, request, buffer, &w->late_read_bytes) : -ENOMEM;
+
+	if (r)
+		fuse_answer_error(request->fd, request->unique, -r);
+}
+
+static void do_interrupt(const struct request *request)
+{
+	const struct fuse_interrupt_in *in = request->argument;
+	struct read_request read;
+
+	if (request->size < sizeof(*in))
+		answer_error(request, EINVAL);
+	else if (miss_interrupt(&request->w->misses, in->unique, &read))
+		fuse_answer_error(read.fd, read.unique, EINTR);
+	else
+		answer_error(request, EAGAIN); /* not waiting yet, or answered: the kernel asks again if it still matters */
+}
+
+static void do_lseek(const struct request *request)
+{
+	const struct fuse_lseek_in *in = request->argument;
+	struct fuse_lseek_out out = {0};
+	struct object object;
+	int r = request->size < sizeof(*in) ? -EINVAL : super_object(request->w, request->header->nodeid, &object);
+
+	if (r == 0 && (!S_ISREG(object.inode->mode) || (in->whence != SEEK_DATA && in->whence != SEEK_HOLE)))
+		r = -EINVAL;
+	if (r == 0)
+		r = read_seek(&object.layer->toc, object.inode, in->offset, in->whence == SEEK_HOLE, &out.offset);
+	if (r)
+		answer_error(request, r);
+	else
+		answer(request, &out, sizeof(out));
+}
+
+/* ---- extended attributes ---- */
+
+/* Is the stored name one that would instruct an overlay above us? Then it is shown with one more "overlay.", as the kernel itself escapes it. */
+static bool must_escape(const struct weefs *w, const char *name, size_t length)
+{
+	return w->options.escape_overlay_xattrs && length >= OVERLAY_PREFIX_LENGTH && memcmp(name, OVERLAY_PREFIX, OVERLAY_PREFIX_LENGTH) == 0;
+}
+
+static const struct toc_xattr *find_xattr(const struct request *request, const struct object *object, const char *name)
+{
+	const struct toc *toc = &object->layer->toc;
+	size_t length = strlen(name), skip_at = 0, skip = 0;
+
+	if (must_escape(request->w, name, length)) {
+		if (strncmp(name + OVERLAY_PREFIX_LENGTH, ESCAPE, ESCAPE_LENGTH) != 0)
+			return NULL;
+		skip_at = OVERLAY_PREFIX_LENGTH;
+		skip = ESCAPE_LENGTH;
+	}
+	for (uint32_t i = object->inode->xattr; i < object->inode->xattr + object->inode->xattrs; i++) {
+		const struct toc_xattr *xattr = &toc->xattrs[i];
+		const char *stored = toc->strings + xattr->name;
+
+		if (xattr->name_length == length - skip && memcmp(stored, name, skip_at) == 0 &&
+		    memcmp(stored + skip_at, name + skip_at + skip, length - skip - skip_at) == 0)
+			return xattr;
+	}
+	return NULL;
+}
+
+/* Values and lists are asked for in two ways: size 0 asks how long it is. */
+static void answer_sized(const struct request *request, uint32_t size, const void *data, size_t length)
+{
+	struct fuse_getxattr_out out = {.size = (uint32_t)length};
+
+	if (size == 0)
+		answer(request, &out, sizeof(out));
+	else if (length > size)
+		answer_error(request, ERANGE);
+	else
+		answer(request, data, length);
+}
+
+static void do_getxattr(const struct request *request)
+{
+	const struct fuse_getxattr_in *in = request->argument;
+	const char *name = (const char *)(in + 1);
+	const struct toc_xattr *xattr;
+	struct object object;
+	int r;
+
+	if (request->size <= sizeof(*in) || name[request->size - sizeof(*in) - 1] != 0) {
+		answer_error(request, EINVAL);
+		return;
+	}
+	r = super_object(request->w, request->header->nodeid, &object);
+	xattr = r == 0 ? find_xattr(request, &object, name) : NULL;
+	if (!xattr)
+		answer_error(request, r && r != -EISDIR ? r : ENODATA);
+	else
+		answer_sized(request, in->size, object.layer->toc.strings + xattr->value, xattr->value_length);
+}
+
+/* An empty list, never ENODATA, when there is none: overlayfs' copy-up takes an error for one. */
+static void do_listxattr(const struct request *request)
+{
+	const struct fuse_getxattr_in *in = request->argument;
+	char *reply = (char *)request->worker->reply;
+	struct object object;
+	size_t used = 0;
+	int r = request->size < sizeof(*in) ? -EINVAL : super_object(request->w, request->header->nodeid, &object);
+
+	if (r && r != -EISDIR) {
+		answer_error(request, r);
+		return;
+	}
+	for (uint32_t i = 0; r == 0 && i < object.inode->xattrs; i++) {
+		const struct toc_xattr *xattr = &object.layer->toc.xattrs[object.inode->xattr + i];
+		const char *name = object.layer->toc.strings + xattr->name;
+		size_t length = xattr->name_length, at = must_escape(request->w, name, length) ? OVERLAY_PREFIX_LENGTH : 0;
+
+		if (FUSE_REPLY_SIZE - used < length + ESCAPE_LENGTH + 1) {
+			answer_error(request, E2BIG);
+			return;
+		}
+		memcpy(reply + used, name, at);
+		used += at;
+		if (at) {
+			memcpy(reply + used, ESCAPE, ESCAPE_LENGTH);
+			used += ESCAPE_LENGTH;
+		}
+		memcpy(reply + used, name + at, length - at);
+		used += length - at;
+		reply[used++] = 0;
+	}
+	answer_sized(request, in->size, reply, used);
+}
+
+/* ---- the mount ---- */
+
+/* overlayfs refuses a lower layer without STATFS. */
+static void do_statfs(const struct request *request)
+{
+	struct fuse_statfs_out out = {.st = {.bsize = 4096, .frsize = 4096, .namelen = 255}};
+
+	for (uint32_t slot = 1; super_layer(request->w, slot); slot++) {
+		out.st.blocks += (super_layer(request->w, slot)->toc.header->stream_size + 4095) / 4096;
+		out.st.files += super_layer(request->w, slot)->toc.n_inodes;
+	}
+	answer(request, &out, sizeof(out));
+}
+
+static void do_init(const struct request *request)
+{
+	const struct fuse_init_in *in = request->argument;
+	const uint64_t wanted = FUSE_ASYNC_READ | FUSE_PARALLEL_DIROPS | FUSE_MAX_PAGES | FUSE_NO_OPEN_SUPPORT | FUSE_NO_OPENDIR_SUPPORT |
+				FUSE_DO_READDIRPLUS | FUSE_READDIRPLUS_AUTO | FUSE_CACHE_SYMLINKS | FUSE_EXPLICIT_INVAL_DATA | FUSE_INIT_EXT |
+				FUSE_HAS_RESEND;
+	struct fuse_init_out out = {.major = FUSE_KERNEL_VERSION, .minor = FUSE_KERNEL_MINOR_VERSION};
+	uint64_t offered, flags;
+
+	if (request->size < 16) { /* major, minor, max_readahead, flags */
+		answer_error(request, EPROTO);
+		return;
+	}
+	offered = in->flags;
+	if (request->size >= 20 && (in->flags & FUSE_INIT_EXT))
+		offered |= (uint64_t)in->flags2 << 32;
+	/* Without NO_OPEN support (Linux before 3.16) and MAX_PAGES (before 4.20) this server would be wrong or slow: say so by refusing. */
+	if (in->major != FUSE_KERNEL_VERSION || (offered & FUSE_NO_OPENDIR_SUPPORT) == 0) {
+		answer_error(request, EPROTO);
+		return;
+	}
+	flags = wanted & offered;
+	out.max_readahead = in->max_readahead;
+	out.flags = (uint32_t)flags;
+	out.flags2 = (uint32_t)(flags >> 32);
+	out.max_background = 64;
+	out.congestion_threshold = 48;
+	out.max_write = 4096;
+	out.time_gran = 1;
+	out.max_pages = FUSE_MAX_READ / 4096;
+	answer(request, &out, sizeof(out));
+}
+
+static void handle(const struct request *request)
+{
+	switch (request->header->opcode) {
+	case FUSE_LOOKUP: do_lookup(request); break;
+	case FUSE_GETATTR: do_getattr(request); break;
+	case FUSE_READLINK: do_readlink(request); break;
+	case FUSE_READ: do_read(request); break;
+	case FUSE_READDIR: do_readdir(request, false); break;
+	case FUSE_READDIRPLUS: do_readdir(request, true); break;
+	case FUSE_GETXATTR: do_getxattr(request); break;
+	case FUSE_LISTXATTR: do_listxattr(request); break;
+	case FUSE_LSEEK: do_lseek(request); break;
+	case FUSE_STATFS: do_statfs(request); break;
+	case FUSE_INTERRUPT: do_interrupt(request); break;
+	case FUSE_INIT: do_init(request); break;
+	case FUSE_FORGET: case FUSE_BATCH_FORGET: break; /* no answer: nothing is held */
+	case FUSE_DESTROY: answer(request, NULL, 0); break;
+	default: answer_error(request, ENOSYS); break; /* OPEN, OPENDIR, STATX, ACCESS, FLUSH: the kernel takes its default from here on */
+	}
+}
+
+/* ENOENT (the kernel holds nothing of it) and ENODEV (unmounted) are as good as success. */
+static void notify(int fd, enum fuse_notify_code code, const struct iovec *parts, int n)
+{
+	answer_parts(fd, 0, -(int)code, parts, n);
+}
+
+void fuse_root_changed(struct weefs *w)
+{
+	struct fuse_notify_inval_inode_out out = {.ino = NODE_ROOT, .off = 0, .len = 0};
+	struct iovec part = {&out, sizeof(out)};
+
+	if (atomic_load(&w->n_workers))
+		notify(w->workers[0]->fd, FUSE_NOTIFY_INVAL_INODE, &part, 1);
+}
+
+void fuse_forget_plan(struct weefs *w, const char *name)
+{
+	struct fuse_notify_inval_entry_out out = {.parent = NODE_ROOT, .namelen = (uint32_t)strlen(name)};
+	struct iovec parts[2] = {{&out, sizeof(out)}, {(void *)name, strlen(name) + 1}};
+
+	if (atomic_load(&w->n_workers))
+		notify(w->workers[0]->fd, FUSE_NOTIFY_INVAL_ENTRY, parts, 2);
+	fuse_root_changed(w);
+}
+
+void *fuse_thread(void *argument)
+{
+	struct worker *worker = argument;
+
+	for (;;) {
+		ssize_t n = read(worker->fd, worker->request, FUSE_REQUEST_SIZE);
+		const struct fuse_in_header *header = (const struct fuse_in_header *)worker->request;
+		struct request request = {.w = worker->weefs, .worker = worker, .fd = worker->fd, .header = header, .argument = header + 1};
+
+		/* ENOENT: the request was interrupted while we took it. */
+		if (n < 0 && (errno == EINTR || errno == EAGAIN || errno == ENOENT))
+			continue;
+		if (n < (ssize_t)sizeof(*header) || header->len != (size_t)n)
+			break; /* ENODEV: unmounted */
+		request.size = (size_t)n - sizeof(*header);
+		atomic_fetch_add_explicit(&worker->requests[header->opcode < 64 ? header->opcode : 0], 1, memory_order_relaxed);
+		atomic_fetch_add(&worker->section, 1);
+		handle(&request);
+		atomic_fetch_add(&worker->section, 1);
+	}
+	atomic_store(&worker->ended, true);
+	return NULL;
+}

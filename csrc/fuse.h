@@ -1,0 +1,23 @@
+/* The FUSE loop: requests from /dev/fuse in, answers out. */
+#ifndef WEEFS_FUSE_H
+#define WEEFS_FUSE_H
+
+#include "super.h"
+
+#define FUSE_MAX_READ (1u << 20)
+#define FUSE_REPLY_SIZE (FUSE_MAX_READ + 4096u)
+#define FUSE_REQUEST_SIZE (64u << 10)	/* the kernel wants room for its largest request: max_write (4096) and headers; xattr names and paths are smaller */
+
+/* A worker's thread: serves until the mount is gone. */
+void *fuse_thread(void *worker);
+
+/* Answers a READ whose chunks have all arrived (or parks it again, if one has gone meanwhile). Any thread. */
+void fuse_answer_read(struct weefs *w, const struct read_request *request);
+void fuse_answer_error(int fd, uint64_t unique, int error);
+
+/* The list of plans changed: the kernel drops what it holds of the root's attributes and listing. A plan has gone: it drops its directory tree. Any thread but
+ * a FUSE thread, under no lock: the kernel may wait for a lookup that a FUSE thread is to answer. */
+void fuse_root_changed(struct weefs *w);
+void fuse_forget_plan(struct weefs *w, const char *name);
+
+#endif

@@ -1,0 +1,98 @@
+/* The superblock: the layers and plans of one FUSE mount, by slot.
+ *
+ * Slots are written under `lock` and read without one: pointers are published with release order and never change while set. A plan is freed after every FUSE
+ * thread has been seen outside a request (`struct worker.section`); layers live as long as the superblock. Slots are never reused.
+ */
+#ifndef WEEFS_SUPER_H
+#define WEEFS_SUPER_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "cache.h"
+#include "miss.h"
+#include "node.h"
+#include "plan.h"
+#include "toc.h"
+
+#define SLOT_PAGE 512u
+#define SLOT_PAGES ((NODE_MAX_SLOT + 1) / SLOT_PAGE)
+#define MAX_LAYERS_PER_PLAN 1024u
+
+struct layer {
+	struct toc toc;
+	void *toc_map;
+	uint64_t toc_size;
+	struct cache cache;
+	uint32_t slot;
+};
+
+/* A fixed directory of pages, so that a reader needs no lock while the table grows. */
+struct slots {
+	_Atomic(_Atomic(void *) *) pages[SLOT_PAGES];
+	uint32_t used; /* under the superblock's lock */
+};
+
+struct worker {
+	struct weefs *weefs;
+	pthread_t thread;
+	int fd;
+	uint8_t *request, *reply;
+	_Atomic uint64_t section;	/* odd while the thread handles a request: see weefs_remove_plan() */
+	_Atomic uint64_t requests[64];
+	_Atomic uint64_t read_bytes;
+	_Atomic bool ended;
+	bool started;
+};
+
+#define MAX_WORKERS 64u
+
+struct weefs {
+	struct weefs_options options;
+	pthread_mutex_t lock;		/* writers of slots, of `workers` and of `root_plan` */
+	struct slots layers, plans;
+	struct worker *workers[MAX_WORKERS];
+	_Atomic uint32_t n_workers;
+	_Atomic uint32_t root_plan;	/* slot of the plan that is the root directory itself, or 0 */
+	_Atomic uint64_t changed_s, changed_ns; /* mtime of the root directory */
+	_Atomic uint64_t published, rejected, late_read_bytes;
+	struct miss_queue misses;
+};
+
+/* NULL when nothing has that slot (any more). */
+struct layer *super_layer(struct weefs *w, uint32_t slot);
+struct plan *super_plan(struct weefs *w, uint32_t slot);
+
+/* The plan of that name, or NULL. */
+struct plan *super_find_plan(struct weefs *w, const char *name, size_t length);
+
+/* An object that a node id means. */
+struct object {
+	const struct plan *plan;			/* directories and NODE_PLAN_FILE; else NULL */
+	const struct plan_directory *merged;	/* NODE_MERGED */
+	struct layer *layer;
+	const struct toc_inode *inode;		/* whose attributes it has */
+	uint32_t number;			/* of `inode` */
+	uint32_t nlink;
+	uint64_t node;
+};
+
+/* -ESTALE when the id means nothing (any more). The mount's own root (without a root plan) is not an object: -EISDIR. */
+int super_object(struct weefs *w, uint64_t node, struct object *ret_object);
+
+/* The node of `name` in a directory: 0, -ENOENT, -ENOTDIR. */
+int super_lookup(struct weefs *w, const struct object *directory, const char *name, size_t length, uint64_t *ret_node);
+
+/* The `index`th name of a directory: 0; 1 for a hole in the numbering; -ENOENT behind the last. */
+struct listed {
+	const char *name;
+	uint32_t name_length;
+	uint8_t type;
+	uint64_t node;
+};
+int super_list(const struct object *directory, uint64_t index, struct listed *ret_listed);
+
+void super_attr(const struct object *object, struct weefs_attr *ret_attr);
+
+#endif

@@ -1,0 +1,450 @@
+/* The public functions: making and ending a superblock, adding layers and plans, and the side of the miss queue that fetches. */
+#include "weefs.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+
+#include "fuse.h"
+#include "super.h"
+#include "util.h"
+
+int weefs_new(const struct weefs_options *options, struct weefs **ret_weefs)
+{
+	struct weefs *w = calloc(1, sizeof(*w));
+	int r;
+
+	if (!w)
+		return -ENOMEM;
+	w->options = *options;
+	r = miss_init(&w->misses, options->max_pending ? options->max_pending : 1);
+	if (r) {
+		free(w);
+		return r;
+	}
+	pthread_mutex_init(&w->lock, NULL);
+	*ret_weefs = w;
+	return 0;
+}
+
+static void layer_free(struct layer *layer)
+{
+	if (!layer)
+		return;
+	cache_close(&layer->cache);
+	if (layer->toc_map)
+		munmap(layer->toc_map, layer->toc_size);
+	free(layer);
+}
+
+static void worker_free(struct worker *worker)
+{
+	if (!worker)
+		return;
+	if (worker->started)
+		pthread_join(worker->thread, NULL);
+	if (worker->fd >= 0)
+		close(worker->fd);
+	free(worker->request);
+	free(worker->reply);
+	free(worker);
+}
+
+void weefs_free(struct weefs *w)
+{
+	if (!w)
+		return;
+	for (uint32_t i = 0; i < atomic_load(&w->n_workers); i++)
+		worker_free(w->workers[i]);
+	for (uint32_t slot = 1; slot <= w->plans.used; slot++)
+		plan_free(super_plan(w, slot));
+	for (uint32_t slot = 1; slot <= w->layers.used; slot++)
+		layer_free(super_layer(w, slot));
+	for (uint32_t page = 0; page < SLOT_PAGES; page++) {
+		free((void *)atomic_load(&w->plans.pages[page]));
+		free((void *)atomic_load(&w->layers.pages[page]));
+	}
+	miss_destroy(&w->misses);
+	pthread_mutex_destroy(&w->lock);
+	free(w);
+}
+
+/* ---- slots ---- */
+
+/* The next free slot, with its page in place. Under the lock; the slot is taken when slot_set() is called. */
+static int slot_reserve(struct slots *slots, uint32_t *ret_slot)
+{
+	uint32_t slot = slots->used + 1;
+	_Atomic(void *) *page;
+
+	if (slot > NODE_MAX_SLOT)
+		return -ENOSPC;
+	if (!atomic_load(&slots->pages[slot / SLOT_PAGE])) {
+		page = calloc(SLOT_PAGE, sizeof(*page));
+		if (!page)
+			return -ENOMEM;
+		atomic_store(&slots->pages[slot / SLOT_PAGE], page);
+	}
+	*ret_slot = slot;
+	return 0;
+}
+
+static void slot_set(struct slots *slots, uint32_t slot, void *value)
+{
+	atomic_store_explicit(&atomic_load(&slots->pages[slot / SLOT_PAGE])[slot % SLOT_PAGE], value, memory_order_release);
+	if (slot > slots->used)
+		slots->used = slot;
+}
+
+/* ---- layers ---- */
+
+static int layer_open(int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id, struct layer *layer, struct weefs_error *error)
+{
+	struct stat st;
+	void *mapping;
+	int r;
+
+	layer->cache.data_fd = -1;
+	if (fstat(toc_fd, &st) < 0)
+		return fail(error, -errno, "TOC file: %s", strerror(errno));
+	if (toc_size < TOC_HEADER_SIZE || (uint64_t)st.st_size != toc_size)
+		return fail(error, -EBADMSG, "TOC file: expected %llu bytes, received %lld", (unsigned long long)toc_size, (long long)st.st_size);
+	mapping = mmap(NULL, toc_size, PROT_READ, MAP_PRIVATE, toc_fd, 0);
+	if (mapping == MAP_FAILED)
+		return fail(error, -errno, "TOC file: %s", strerror(errno));
+	layer->toc_map = mapping;
+	layer->toc_size = toc_size;
+	r = toc_validate(mapping, toc_size, &layer->toc, error);
+	return r ? r : cache_open(&layer->cache, &layer->toc, data_fd, map_fd, boot_id, error);
+}
+
+int weefs_add_layer(struct weefs *w, int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id, uint32_t *ret_slot,
+		    struct weefs_error *error)
+{
+	struct layer *layer = calloc(1, sizeof(*layer));
+	int r = layer ? layer_open(toc_fd, toc_size, data_fd, map_fd, boot_id, layer, error) : -ENOMEM;
+
+	if (r == 0) {
+		pthread_mutex_lock(&w->lock);
+		r = slot_reserve(&w->layers, &layer->slot);
+		if (r == 0) {
+			slot_set(&w->layers, layer->slot, layer);
+			*ret_slot = layer->slot;
+			layer = NULL;
+		}
+		pthread_mutex_unlock(&w->lock);
+		if (r)
+			fail(error, r, "no layer slot is free: %s", strerror(-r));
+	}
+	layer_free(layer);
+	return r;
+}
+
+int weefs_layer_info(struct weefs *w, uint32_t slot, struct weefs_layer_info *ret_info)
+{
+	struct layer *layer = super_layer(w, slot);
+
+	if (!layer)
+		return -ENOENT;
+	*ret_info = (struct weefs_layer_info){
+		.inodes = layer->toc.n_inodes,
+		.dirents = layer->toc.n_dirents,
+		.chunks = layer->toc.n_chunks,
+		.chunk_size = layer->toc.header->chunk_size,
+		.stream_size = layer->toc.header->stream_size,
+		.content_size = layer->toc.header->content_size,
+		.blob_size = layer->toc.header->chunks_end,
+		.present_chunks = atomic_load(&layer->cache.present_chunks),
+		.present_stored = atomic_load(&layer->cache.present_stored),
+		.present_raw = atomic_load(&layer->cache.present_raw),
+	};
+	return 0;
+}
+
+/* ---- plans ---- */
+
+static void touch_root(struct weefs *w)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_REALTIME, &now);
+	atomic_store(&w->changed_s, (uint64_t)now.tv_sec);
+	atomic_store(&w->changed_ns, (uint64_t)now.tv_nsec);
+}
+
+/* Under the lock. */
+static int add_plan(struct weefs *w, const char *name, const uint32_t *slots, uint32_t n, struct plan **ret_plan, struct weefs_error *error)
+{
+	cleanup_free struct plan_layer *layers = calloc(n, sizeof(*layers));
+	uint32_t slot;
+	int r;
+
+	if (!layers)
+		return -ENOMEM;
+	for (uint32_t i = 0; i < n; i++) {
+		struct layer *layer = super_layer(w, slots[i]);
+
+		if (!layer)
+			return fail(error, -ENOENT, "layer %u of the plan: no layer has slot %u", i, slots[i]);
+		layers[i] = (struct plan_layer){.toc = &layer->toc, .slot = slots[i]};
+	}
+	if (super_find_plan(w, name, strlen(name)))
+		return fail(error, -EEXIST, "a plan '%s' is there already", name);
+	r = slot_reserve(&w->plans, &slot);
+	if (r)
+		return fail(error, r, "no plan slot is free: %s", strerror(-r));
+	r = plan_build(name, slot, layers, n, ret_plan, error);
+	if (r == 0)
+		slot_set(&w->plans, slot, *ret_plan);
+	return r;
+}
+
+int weefs_add_plan(struct weefs *w, const char *name, const uint32_t *slots, uint32_t n, uint32_t *ret_plan, struct weefs_plan_info *ret_info,
+		   struct weefs_error *error)
+{
+	struct plan *plan = NULL;
+	int r;
+
+	if (n == 0 || n > MAX_LAYERS_PER_PLAN)
+		return fail(error, -EINVAL, "a plan has 1 to %u layers, received %u", MAX_LAYERS_PER_PLAN, n);
+	if (name[0] == 0 || strlen(name) > 255 || strchr(name, '/') || strcmp(name, ".") == 0 || strcmp(name, "..") == 0)
+		return fail(error, -EINVAL, "'%s' cannot be the name of a plan's directory", name);
+	pthread_mutex_lock(&w->lock);
+	r = add_plan(w, name, slots, n, &plan, error);
+	pthread_mutex_unlock(&w->lock);
+	if (r)
+		return r;
+	touch_root(w);
+	fuse_root_changed(w);
+	*ret_plan = plan->slot;
+	*ret_info = (struct weefs_plan_info){.entries = plan->n_entries, .content_size = plan->content_size, .merged_dirs = plan->n_directories,
+					     .plan_specific = plan->n_files};
+	return 0;
+}
+
+/* Waits until every FUSE thread has been outside a request once: none can hold a pointer that was unpublished before. Requests never wait for a plan
+ * inside a section but for room in the miss queue, which publishing makes, from other threads than the caller's. */
+static void wait_for_readers(struct weefs *w)
+{
+	for (uint32_t i = 0; i < atomic_load(&w->n_workers); i++) {
+		struct worker *worker = w->workers[i];
+		uint64_t section = atomic_load(&worker->section);
+
+		while ((section & 1) && atomic_load(&worker->section) == section)
+			sched_yield();
+	}
+}
+
+int weefs_remove_plan(struct weefs *w, uint32_t slot)
+{
+	struct plan *plan;
+
+	pthread_mutex_lock(&w->lock);
+	plan = super_plan(w, slot);
+	if (plan && atomic_load(&w->root_plan) != slot)
+		slot_set(&w->plans, slot, NULL);
+	pthread_mutex_unlock(&w->lock);
+	if (!plan)
+		return -ENOENT;
+	if (atomic_load(&w->root_plan) == slot)
+		return -EBUSY;
+	touch_root(w);
+	fuse_forget_plan(w, plan->name);
+	wait_for_readers(w);
+	plan_free(plan);
+	return 0;
+}
+
+int weefs_set_root(struct weefs *w, uint32_t plan)
+{
+	if (!super_plan(w, plan))
+		return -ENOENT;
+	atomic_store(&w->root_plan, plan);
+	return 0;
+}
+
+/* ---- serving ---- */
+
+/* The process's signals are for its other threads. */
+static int start_thread(struct worker *worker)
+{
+	sigset_t all, before;
+	int r;
+
+	sigfillset(&all);
+	pthread_sigmask(SIG_SETMASK, &all, &before);
+	r = pthread_create(&worker->thread, NULL, fuse_thread, worker);
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
+	return -r;
+}
+
+static int add_worker(struct weefs *w, int fd)
+{
+	uint32_t n = atomic_load(&w->n_workers);
+	struct worker *worker;
+	int r = -ENOMEM;
+
+	if (n >= MAX_WORKERS)
+		return -ENOSPC;
+	worker = calloc(1, sizeof(*worker));
+	if (!worker)
+		return -ENOMEM;
+	worker->weefs = w;
+	worker->request = aligned_alloc(4096, FUSE_REQUEST_SIZE);
+	worker->reply = aligned_alloc(4096, FUSE_REPLY_SIZE);
+	worker->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+	if (worker->fd < 0)
+		r = -errno;
+	else if (worker->request && worker->reply)
+		r = start_thread(worker);
+	if (r) {
+		worker_free(worker);
+		return r;
+	}
+	worker->started = true;
+	w->workers[n] = worker;
+	atomic_store(&w->n_workers, n + 1);
+	return 0;
+}
+
+int weefs_serve(struct weefs *w, const int *fds, uint32_t n)
+{
+	int r = 0;
+
+	pthread_mutex_lock(&w->lock);
+	for (uint32_t i = 0; r == 0 && i < n; i++)
+		r = add_worker(w, fds[i]);
+	pthread_mutex_unlock(&w->lock);
+	return r;
+}
+
+int weefs_ended(struct weefs *w)
+{
+	for (uint32_t i = 0; i < atomic_load(&w->n_workers); i++)
+		if (!atomic_load(&w->workers[i]->ended))
+			return 0;
+	return 1;
+}
+
+/* ---- misses ---- */
+
+int weefs_miss_fd(struct weefs *w)
+{
+	return w->misses.event_fd;
+}
+
+uint32_t weefs_take_misses(struct weefs *w, struct weefs_miss *ret_misses, uint32_t n)
+{
+	return miss_take(&w->misses, ret_misses, n);
+}
+
+uint32_t weefs_take_faults(struct weefs *w, struct weefs_fault *ret_faults, uint32_t n)
+{
+	return miss_take_faults(&w->misses, ret_faults, n);
+}
+
+static struct layer *layer_with_chunk(struct weefs *w, uint32_t slot, uint32_t chunk)
+{
+	struct layer *layer = super_layer(w, slot);
+
+	return layer && chunk < layer->toc.n_chunks ? layer : NULL;
+}
+
+int weefs_claim(struct weefs *w, uint32_t slot, uint32_t chunk, struct weefs_miss *ret_miss)
+{
+	struct layer *layer = layer_with_chunk(w, slot, chunk);
+
+	return layer ? miss_claim(&w->misses, layer, chunk, ret_miss) : -ENOENT;
+}
+
+int weefs_publish(struct weefs *w, uint32_t slot, uint32_t chunk, const uint8_t *stored, size_t size, struct weefs_error *error)
+{
+	struct layer *layer = layer_with_chunk(w, slot, chunk);
+	struct pending *ready;
+	int r;
+
+	if (!layer)
+		return fail(error, -ENOENT, "no layer %u with a chunk %u", slot, chunk);
+	if (!cache_has(&layer->cache, chunk)) {
+		r = cache_write(&layer->cache, chunk, stored, size, error);
+		if (r) {
+			atomic_fetch_add(&w->rejected, r == -EBADMSG);
+			return r;
+		}
+		atomic_fetch_add(&w->published, 1);
+	}
+	ready = miss_arrived(&w->misses, layer, chunk);
+	while (ready) {
+		struct pending *next = ready->next;
+
+		fuse_answer_read(w, &ready->request);
+		free(ready);
+		ready = next;
+	}
+	return 0;
+}
+
+int weefs_fail(struct weefs *w, uint32_t slot, uint32_t chunk, int error)
+{
+	struct layer *layer = layer_with_chunk(w, slot, chunk);
+	struct pending *ready;
+
+	if (!layer)
+		return -ENOENT;
+	ready = miss_failed(&w->misses, layer, chunk, error);
+	while (ready) {
+		struct pending *next = ready->next;
+
+		fuse_answer_error(ready->request.fd, ready->request.unique, EIO);
+		miss_release(&w->misses, ready);
+		ready = next;
+	}
+	return 0;
+}
+
+void weefs_get_statistics(struct weefs *w, struct weefs_statistics *ret)
+{
+	*ret = (struct weefs_statistics){
+		.read_bytes = atomic_load(&w->late_read_bytes),
+		.chunks_published = atomic_load(&w->published),
+		.chunks_rejected = atomic_load(&w->rejected),
+	};
+	for (uint32_t i = 0; i < atomic_load(&w->n_workers); i++) {
+		for (uint32_t opcode = 0; opcode < 64; opcode++)
+			ret->requests[opcode] += atomic_load_explicit(&w->workers[i]->requests[opcode], memory_order_relaxed);
+		ret->read_bytes += atomic_load_explicit(&w->workers[i]->read_bytes, memory_order_relaxed);
+	}
+	pthread_mutex_lock(&w->misses.lock);
+	ret->reads_waited = w->misses.waited;
+	ret->reads_failed = w->misses.failed;
+	ret->reads_interrupted = w->misses.interrupted;
+	ret->pending = w->misses.n_pending;
+	ret->in_flight = w->misses.n_flights;
+	pthread_mutex_unlock(&w->misses.lock);
+}
+
+/* ---- for tests and tools ---- */
+
+int weefs_lookup(struct weefs *w, uint32_t slot, const char *path, struct weefs_attr *ret_attr)
+{
+	struct plan *plan = super_plan(w, slot);
+	struct object object;
+	int r = plan ? super_object(w, node_id(NODE_MERGED, slot, 0, 0), &object) : -ENOENT;
+
+	while (r == 0 && *(path += strspn(path, "/"))) {
+		size_t length = strcspn(path, "/");
+		uint64_t node = 0;
+
+		r = super_lookup(w, &object, path, length, &node);
+		if (r == 0)
+			r = super_object(w, node, &object);
+		path += length;
+	}
+	if (r == 0)
+		super_attr(&object, ret_attr);
+	return r;
+}

@@ -1,0 +1,226 @@
+"""The only door to the C core: typed, with errors as exceptions and nothing of cffi outside.
+
+Calls that may take long (a plan, a chunk's decompression and write) release the interpreter lock, as every cffi call does, so they may be made from a
+thread. The core never calls back into Python: misses and faults are taken from it when `miss_fd` is readable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NewType
+
+import attrs
+
+from weefs._core import ffi, lib
+
+LayerSlot = NewType("LayerSlot", int)
+PlanSlot = NewType("PlanSlot", int)
+ChunkIndex = NewType("ChunkIndex", int)
+
+MAX_TAKEN = 1024
+"""Misses or faults taken in one call."""
+
+FUSE_OPCODES = {
+    1: "lookup", 2: "forget", 3: "getattr", 5: "readlink", 14: "open", 15: "read", 17: "statfs", 18: "release", 22: "getxattr",
+    23: "listxattr", 26: "init", 27: "opendir", 28: "readdir", 29: "releasedir", 34: "access", 36: "interrupt", 38: "destroy",
+    42: "batch_forget", 44: "readdirplus", 46: "lseek", 52: "statx",
+}  # fmt: skip
+"""Names of the FUSE operations that a read-only mount sees (linux/fuse.h)."""
+
+
+class CoreError(OSError):
+    """A refusal of the C core: `errno`, and one sentence that says what was expected and what was received."""
+
+
+class DamagedError(CoreError):
+    """Bytes that are not what their digest or the format says (EBADMSG)."""
+
+
+@attrs.frozen
+class Miss:
+    """A chunk to be fetched: where it is in the blob and how large, in bytes."""
+
+    layer: LayerSlot
+    chunk: ChunkIndex
+    blob_offset: int
+    stored_size: int
+    raw_size: int
+
+
+@attrs.frozen
+class CoreFault:
+    """A READ answered with EIO; `pid` is the reader's (0: the kernel's own), `error` the errno that the fetch failed with."""
+
+    layer: LayerSlot
+    chunk: ChunkIndex
+    pid: int
+    error: int
+
+
+@attrs.frozen
+class LayerInfo:
+    """Sizes in bytes; `present_*` count what is in the cache now."""
+
+    inodes: int
+    dirents: int
+    chunks: int
+    chunk_size: int
+    stream_size: int
+    content_size: int
+    blob_size: int
+    present_chunks: int
+    present_stored: int
+    present_raw: int
+
+
+@attrs.frozen
+class PlanInfo:
+    """Of a plan: names and bytes in its layers, directories that several layers have, files with a link count of their own."""
+
+    entries: int
+    content_size: int
+    merged_dirs: int
+    plan_specific: int
+
+
+@attrs.frozen
+class Attributes:
+    """What the mount shows of one path, as stat(2) has it; `node` is the FUSE node id."""
+
+    node: int
+    size: int
+    blocks: int
+    mtime_s: int
+    mtime_ns: int
+    mode: int
+    nlink: int
+    uid: int
+    gid: int
+    rdev: int
+
+
+def _check(result: int, error: object | None, what: str) -> int:
+    if result >= 0:
+        return result
+    text = ffi.string(error.text).decode(errors="replace") if error is not None else ""  # type: ignore[attr-defined]
+    kind = DamagedError if -result == 74 else CoreError
+    raise kind(-result, text or f"{what}: {os.strerror(-result)}")
+
+
+def check_toc(toc: bytes) -> None:
+    """Validates a raw TOC (docs/format.md §3); DamagedError or CoreError says which rule is broken."""
+    error = ffi.new("struct weefs_error *")
+    _check(lib.weefs_check_toc(ffi.from_buffer(toc), len(toc), error), error, "TOC")
+
+
+def mount(path: Path, *, source: str = "weefs", threads: int = 2) -> list[int]:
+    """Mounts weefs read-only on `path`; returns `threads` descriptors of /dev/fuse, the caller's to keep, hand over and close."""
+    error = ffi.new("struct weefs_error *")
+    descriptors = ffi.new("int[]", threads)
+    _check(lib.weefs_mount(os.fsencode(path), source.encode(), descriptors, threads, error), error, f"mount on {path}")
+    return list(descriptors)
+
+
+class Core:
+    """One FUSE superblock. `close()` needs its mount to be gone, since it waits for the FUSE threads."""
+
+    def __init__(self, *, max_pending: int = 8192, escape_overlay_xattrs: bool = True) -> None:
+        options = ffi.new("struct weefs_options *", {"max_pending": max_pending, "escape_overlay_xattrs": int(escape_overlay_xattrs)})
+        made = ffi.new("struct weefs **")
+        _check(lib.weefs_new(options, made), None, "weefs_new")
+        self._weefs = made[0]
+        self._misses = ffi.new("struct weefs_miss[]", MAX_TAKEN)
+        self._faults = ffi.new("struct weefs_fault[]", MAX_TAKEN)
+
+    def close(self) -> None:
+        lib.weefs_free(self._weefs)
+        self._weefs = ffi.NULL
+
+    def add_layer(self, toc_fd: int, toc_size: int, data_fd: int, map_fd: int, boot_id: bytes) -> LayerSlot:
+        """Adds a layer whose raw TOC, cache file and chunk map are open; the descriptors are duplicated. `boot_id`: 16 bytes."""
+        if len(boot_id) != 16:
+            raise ValueError(f"boot_id: expected 16 bytes, received {len(boot_id)}")
+        error = ffi.new("struct weefs_error *")
+        slot = ffi.new("uint32_t *")
+        _check(lib.weefs_add_layer(self._weefs, toc_fd, toc_size, data_fd, map_fd, boot_id, slot, error), error, "layer")
+        return LayerSlot(slot[0])
+
+    def layer_info(self, layer: LayerSlot) -> LayerInfo:
+        info = ffi.new("struct weefs_layer_info *")
+        _check(lib.weefs_layer_info(self._weefs, layer, info), None, f"layer {layer}")
+        return LayerInfo(*(getattr(info, field.name) for field in attrs.fields(LayerInfo)))
+
+    def add_plan(self, name: str, layers: Sequence[LayerSlot]) -> tuple[PlanSlot, PlanInfo]:
+        """Merges the layers, base first, into directory `name` of the mount."""
+        error = ffi.new("struct weefs_error *")
+        slot = ffi.new("uint32_t *")
+        info = ffi.new("struct weefs_plan_info *")
+        _check(lib.weefs_add_plan(self._weefs, name.encode(), list(layers), len(layers), slot, info, error), error, f"plan {name}")
+        return PlanSlot(slot[0]), PlanInfo(info.entries, info.content_size, info.merged_dirs, info.plan_specific)
+
+    def remove_plan(self, plan: PlanSlot) -> None:
+        _check(lib.weefs_remove_plan(self._weefs, plan), None, f"plan {plan}")
+
+    def set_root(self, plan: PlanSlot) -> None:
+        """Shows this plan as the mount's root itself, instead of a directory for each plan."""
+        _check(lib.weefs_set_root(self._weefs, plan), None, f"plan {plan}")
+
+    def serve(self, descriptors: Sequence[int]) -> None:
+        """Starts a FUSE thread on each descriptor of mount(); they are duplicated."""
+        _check(lib.weefs_serve(self._weefs, list(descriptors), len(descriptors)), None, "serve")
+
+    @property
+    def ended(self) -> bool:
+        """Whether the mount is gone and every FUSE thread has ended."""
+        return bool(lib.weefs_ended(self._weefs))
+
+    @property
+    def miss_fd(self) -> int:
+        """Readable while there is something to take. The core owns it."""
+        return int(lib.weefs_miss_fd(self._weefs))
+
+    def take_misses(self) -> list[Miss]:
+        """Up to MAX_TAKEN chunks that readers wait for; each must be answered with publish() or fail()."""
+        n = lib.weefs_take_misses(self._weefs, self._misses, MAX_TAKEN)
+        return [_miss(self._misses[i]) for i in range(n)]
+
+    def take_faults(self) -> list[CoreFault]:
+        n = lib.weefs_take_faults(self._weefs, self._faults, MAX_TAKEN)
+        return [
+            CoreFault(LayerSlot(f.layer), ChunkIndex(f.chunk), f.pid, f.error) for f in (self._faults[i] for i in range(n))
+        ]
+
+    def claim(self, layer: LayerSlot, chunk: ChunkIndex) -> Miss | None:
+        """Takes a chunk to fetch ahead of its readers; None when it is present or somebody fetches it already."""
+        miss = ffi.new("struct weefs_miss *")
+        return _miss(miss) if _check(lib.weefs_claim(self._weefs, layer, chunk, miss), None, "claim") else None
+
+    def publish(self, layer: LayerSlot, chunk: ChunkIndex, stored: bytes | memoryview) -> None:
+        """Verifies a chunk's stored bytes, writes it to the cache and answers its readers. DamagedError: it was not that chunk; its readers still wait."""
+        error = ffi.new("struct weefs_error *")
+        _check(lib.weefs_publish(self._weefs, layer, chunk, ffi.from_buffer(stored), len(stored), error), error, f"chunk {chunk}")
+
+    def fail(self, layer: LayerSlot, chunk: ChunkIndex, error: int) -> None:
+        """Gives a chunk up: its readers get EIO. `error`: an errno, kept in the faults."""
+        _check(lib.weefs_fail(self._weefs, layer, chunk, error), None, f"chunk {chunk}")
+
+    def statistics(self) -> dict[str, int]:
+        """Counters since the start: `requests_<operation>`, bytes, reads, chunks; `pending` and `in_flight` are of now."""
+        stats = ffi.new("struct weefs_statistics *")
+        lib.weefs_get_statistics(self._weefs, stats)
+        counted = {f"requests_{name}": int(stats.requests[opcode]) for opcode, name in FUSE_OPCODES.items()}
+        names = ("read_bytes", "reads_waited", "reads_failed", "reads_interrupted", "chunks_published", "chunks_rejected", "pending", "in_flight")
+        return counted | {name: int(getattr(stats, name)) for name in names}
+
+    def lookup(self, plan: PlanSlot, path: bytes) -> Attributes:
+        """What the mount shows of `path` below the plan's root, without a mount."""
+        attr = ffi.new("struct weefs_attr *")
+        _check(lib.weefs_lookup(self._weefs, plan, path, attr), None, os.fsdecode(path))
+        return Attributes(*(getattr(attr, field.name) for field in attrs.fields(Attributes)))
+
+
+def _miss(miss: object) -> Miss:
+    m = miss
+    return Miss(LayerSlot(m.layer), ChunkIndex(m.chunk), m.blob_offset, m.stored_size, m.raw_size)  # type: ignore[attr-defined]
