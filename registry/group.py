@@ -1,0 +1,149 @@
+"""Layer groups: publishing them and resolving references to them, the same for a local layout and a registry."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import attrs
+
+from layerformat import FormatError, decode_footer
+from registry.credentials import Credentials
+from registry.errors import IntegrityError, NotFound, RegistryError
+from registry.layout import Layout
+from registry.manifest import (
+    ROLES,
+    GroupConfig,
+    LayerDescriptor,
+    build_config,
+    build_manifest,
+    digest_of,
+    parse_config,
+    parse_layer,
+    parse_manifest,
+)
+from registry.reference import LayoutReference, Reference, RegistryReference, parse_reference, with_digest
+from registry.remote import Remote
+
+FOOTER_SIZE = 80
+
+
+@attrs.frozen
+class Group:
+    """A resolved layer group.
+
+    reference  as given, pinned: REF@sha256:…
+    digest     of the manifest
+    role       base, task, harness, evaluator, or None
+    layers     base first
+    source     where the blobs are: `oci:/abs/dir` or `http(s)://host:port/repo`
+    """
+
+    reference: str
+    digest: str
+    role: str | None
+    config: GroupConfig
+    layers: tuple[LayerDescriptor, ...]
+    source: str
+
+
+def describe_layer(path: Path) -> LayerDescriptor:
+    """A layer file as a manifest will name it: its digest, and where its footer says the TOC is. IntegrityError, NotFound."""
+    try:
+        with path.open("rb") as file:
+            digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - FOOTER_SIZE))
+            footer = decode_footer(file.read(), blob_size=size)
+    except FileNotFoundError:
+        raise NotFound(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise RegistryError(f"{path}: {error.strerror}") from error
+    except FormatError as error:
+        raise IntegrityError(f"{path}: expected a layer as `weenv layer convert` makes it: {error}") from error
+    toc_digest = f"sha256:{footer.toc_sha256.hex()}"
+    return LayerDescriptor(digest, size, footer.toc_offset, footer.toc_stored_size, footer.toc_raw_size, toc_digest)
+
+
+def push_group(
+    reference: str,
+    layers: Sequence[Path],
+    *,
+    role: str | None = None,
+    config: GroupConfig | None = None,
+    credentials: Credentials | None = None,
+) -> str:
+    """Publishes layer files, base first, under a reference; returns REF@sha256:…. Blobs that are there already are not sent again."""
+    parsed = parse_reference(reference)
+    if parsed.digest is not None:
+        raise RegistryError(f"{reference}: a group is pushed to a tag; its digest is the result")
+    if not layers:
+        raise RegistryError(f"{reference}: expected at least one layer, received none")
+    if role is not None and role not in ROLES:
+        raise RegistryError(f"role: expected one of {', '.join(ROLES)}, received '{role}'")
+    descriptors = tuple(describe_layer(path) for path in layers)
+    config_bytes = build_config(config or GroupConfig(), descriptors)
+    manifest = build_manifest(config_bytes, descriptors, role)
+    files = list(zip(layers, descriptors, strict=True))
+    if isinstance(parsed, LayoutReference):
+        _push_to_layout(parsed, files, config_bytes, manifest)
+    else:
+        _push_to_registry(parsed, files, config_bytes, manifest, credentials)
+    return str(with_digest(parsed, digest_of(manifest)))
+
+
+def _push_to_layout(
+    reference: LayoutReference, files: Sequence[tuple[Path, LayerDescriptor]], config_bytes: bytes, manifest: bytes
+) -> None:
+    layout = Layout(reference.directory)
+    layout.create()
+    for path, descriptor in files:
+        layout.add_file(path, descriptor.digest)
+    layout.add_bytes(config_bytes)
+    layout.tag(reference.tag, manifest)
+
+
+def _push_to_registry(
+    reference: RegistryReference,
+    files: Sequence[tuple[Path, LayerDescriptor]],
+    config_bytes: bytes,
+    manifest: bytes,
+    credentials: Credentials | None,
+) -> None:
+    remote = Remote(reference, credentials)
+    for path, descriptor in files:
+        remote.upload_file(path, descriptor.digest, descriptor.size_bytes)
+    with tempfile.TemporaryDirectory(prefix="weenv-push-") as scratch:
+        remote.upload_bytes(config_bytes, Path(scratch) / "config")
+    remote.upload_manifest(reference.tag or digest_of(manifest), manifest)
+
+
+def resolve_group(reference: str, *, credentials: Credentials | None = None) -> Group:
+    """A reference to what it means now. RegistryError and its kinds."""
+    parsed = parse_reference(reference)
+    if isinstance(parsed, LayoutReference):
+        layout = Layout(parsed.directory)
+        data = layout.read_blob(parsed.digest or layout.resolve(parsed.tag or ""))
+        read_config = layout.read_blob
+    else:
+        remote = Remote(parsed, credentials)
+        data = remote.read_manifest(parsed.digest or parsed.tag or "")
+        read_config = remote.read_blob
+    return _open_group(parsed, data, read_config)
+
+
+def _open_group(parsed: Reference, data: bytes, read_config: Callable[[str], bytes]) -> Group:
+    name = str(parsed)
+    manifest = parse_manifest(data, name)
+    digest = digest_of(data)
+    return Group(
+        reference=str(with_digest(parsed, digest)),
+        digest=digest,
+        role=manifest.annotations.get("dev.weenv.role"),
+        config=parse_config(read_config(manifest.config.digest), name),
+        layers=tuple(parse_layer(descriptor, name) for descriptor in manifest.layers),
+        source=parsed.source,
+    )

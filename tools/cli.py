@@ -1,0 +1,49 @@
+"""The command line `weenv`: which commands there are. Each module registers its own and is the only reader of their arguments.
+
+stdout is the result; progress and chatter go to stderr. Modules that are slow to import are imported by the command that needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from tools import cache_commands, env_commands, exits, group_commands, layer_commands, mount_command, node_commands
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="weenv",
+        description="Environments for agentic reinforcement learning: composed from layer groups, mounted before their contents arrive.",
+        epilog="Exit status: 0 ok, 1 error, 2 usage, 3 not found, 4 authentication, 5 integrity, 6 capacity. "
+        "References: oci:DIR:TAG (a local layout) or HOST[:PORT]/REPO[:TAG][@DIGEST] (a registry).",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (layer_commands, group_commands, mount_command, node_commands, env_commands, cache_commands):
+        module.register(commands)
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs one command; returns its exit status."""
+    parser = build_parser()
+    # What stands behind `--` is a command for an environment: none of it is an option of ours, wherever ours stand before it.
+    ours, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
+    arguments = parser.parse_args(ours)
+    if command is not None:
+        if not hasattr(arguments, "argv"):
+            parser.error("-- CMD... belongs to `weenv env exec`")
+        arguments.argv = [*arguments.argv, *command]
+    status: int = exits.guarded(arguments.run, arguments)
+    return status
+
+
+def main() -> None:
+    """Entry point `weenv`."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def envlet_main() -> None:
+    """Entry point `envlet`: the daemon, as `weenv node serve`."""
+    sys.exit(run(["node", "serve", *sys.argv[1:]]))

@@ -1,0 +1,101 @@
+"""From errors to exit status and one line on stderr: the only place that knows both."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+OK, ERROR, USAGE, NOT_FOUND, AUTHENTICATION, INTEGRITY, CAPACITY = range(7)
+
+
+class CommandError(Exception):
+    """A command's own refusal, with its exit status."""
+
+    def __init__(self, message: str, status: int = ERROR) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def guarded(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    """Runs a command; an error that somebody announced becomes a line and a status. Others keep their traceback: they are defects."""
+    try:
+        status = command(arguments)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has enough; nothing more can be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ERROR
+    except BaseExceptionGroup as group:
+        error = first(group)
+        status_of = status_for(error)
+        if status_of is None:
+            raise
+        return report(error, status_of)
+    except Exception as error:
+        status_of = status_for(error)
+        if status_of is None:
+            raise
+        return report(error, status_of)
+
+
+def report(error: BaseException, status: int) -> int:
+    print(f"weenv: {describe(error)}", file=sys.stderr)
+    return status
+
+
+def first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def describe(error: BaseException) -> str:
+    from envlet.errors import EnvletError
+
+    if isinstance(error, EnvletError):
+        return describe_envlet(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__
+
+
+def describe_envlet(error: BaseException) -> str:
+    """The daemon's sentence, and for a failed init command what it printed."""
+    text = str(getattr(error, "message", error))
+    output = (getattr(error, "data", None) or {}).get("output_tail")
+    return f"{text}\n{output}" if output else text
+
+
+def status_for(error: BaseException) -> int | None:
+    """The exit status of an announced error; None for a defect."""
+    from envlet import errors as envlet_errors
+    from layerformat.errors import FormatError, LayerError
+    from registry import AuthenticationFailed, IntegrityError, InvalidReference, NotFound, RegistryError
+    from weefs.core import CoreError, DamagedError
+    from weefs.errors import LayerRefused, WeefsError
+
+    if isinstance(error, CommandError):
+        return error.status
+    if isinstance(error, envlet_errors.EnvletError):
+        codes = {
+            envlet_errors.NOT_FOUND: NOT_FOUND,
+            envlet_errors.REFERENCE_NOT_FOUND: NOT_FOUND,
+            envlet_errors.AUTHENTICATION: AUTHENTICATION,
+            envlet_errors.INTEGRITY: INTEGRITY,
+            envlet_errors.CAPACITY: CAPACITY,
+            envlet_errors.INVALID_PARAMS: USAGE,
+        }
+        return codes.get(error.code, ERROR)
+    table: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
+        ((InvalidReference,), USAGE),
+        ((NotFound, FileNotFoundError), NOT_FOUND),
+        ((AuthenticationFailed,), AUTHENTICATION),
+        ((IntegrityError, FormatError, DamagedError, LayerRefused), INTEGRITY),
+        ((LayerError, RegistryError, WeefsError, CoreError, envlet_errors.ConnectionLost, OSError), ERROR),
+    )
+    return next((status for kinds, status in table if isinstance(error, kinds)), None)

@@ -1,0 +1,250 @@
+"""`weenv layer …`: convert, inspect, ls, cat, verify, totar."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from tools import exits, output
+
+if TYPE_CHECKING:
+    from layerformat import Inode, Layer, Progress
+
+
+def register(commands: Any) -> None:
+    parser = commands.add_parser("layer", help="make layers and look into them")
+    sub = parser.add_subparsers(dest="layer_command", required=True, metavar="COMMAND")
+
+    convert = sub.add_parser("convert", help="tar, tar.gz, tar.zst or a directory to a layer")
+    convert.add_argument("src", metavar="SRC")
+    convert.add_argument("dst", metavar="DST")
+    convert.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="workers (default: the cores)")
+    convert.add_argument("--level", type=int, default=3, metavar="L", help="of zstd, 1 to 19 (default 3)")
+    convert.add_argument("--chunk-size", type=output.parse_size, default=None, metavar="SIZE", help="a multiple of 4K, 64K to 256K make sense")
+    output.add_format(convert)
+    convert.set_defaults(run=run_convert)
+
+    inspect = sub.add_parser("inspect", help="what a layer holds, in numbers")
+    inspect.add_argument("file", metavar="FILE")
+    output.add_format(inspect)
+    inspect.set_defaults(run=run_inspect)
+
+    ls = sub.add_parser("ls", help="list a layer's entries, below PATH")
+    ls.add_argument("file", metavar="FILE")
+    ls.add_argument("path", metavar="PATH", nargs="?", default="/")
+    output.add_format(ls)
+    ls.set_defaults(run=run_ls)
+
+    cat = sub.add_parser("cat", help="a file's contents on stdout")
+    cat.add_argument("file", metavar="FILE")
+    cat.add_argument("path", metavar="PATH")
+    cat.set_defaults(run=run_cat)
+
+    verify = sub.add_parser("verify", help="check every byte; exit 5 and say what is wrong, where")
+    verify.add_argument("file", metavar="FILE")
+    verify.set_defaults(run=run_verify)
+
+    totar = sub.add_parser("totar", help="a tar on stdout whose extraction equals the original's")
+    totar.add_argument("file", metavar="FILE")
+    totar.set_defaults(run=run_totar)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
+    """A bar on stderr when that is a terminal; else nothing."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.fields[entries]} entries"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("convert", entries=0, total=None)
+
+        def update(state: Progress) -> None:
+            bar.update(task, completed=state.position_bytes, total=state.total_bytes, entries=state.entries)
+
+        yield update
+
+
+def run_convert(arguments: argparse.Namespace) -> int:
+    from layerformat import DEFAULT_CHUNK_SIZE, convert
+
+    if arguments.jobs < 1:
+        raise exits.CommandError(f"-j: expected 1 or more, received {arguments.jobs}", exits.USAGE)
+    chunk_size = DEFAULT_CHUNK_SIZE if arguments.chunk_size is None else arguments.chunk_size
+    if chunk_size % 4096 or not 4096 <= chunk_size <= 16 << 20:
+        raise exits.CommandError(f"--chunk-size: expected a multiple of 4,096 up to 16 MiB, received {chunk_size}", exits.USAGE)
+    if not 1 <= arguments.level <= 19:
+        raise exits.CommandError(f"--level: expected 1 to 19, received {arguments.level}", exits.USAGE)
+    begin = time.perf_counter()
+    with progress_bar() as progress:
+        report = convert(arguments.src, arguments.dst, jobs=arguments.jobs, level=arguments.level, chunk_size=chunk_size, progress=progress)
+    wall_s = time.perf_counter() - begin
+    for warning in report.warnings:
+        output.say(f"weenv: {warning}")
+    if arguments.format == "json":
+        layer = attrs.asdict(report.layer)
+        output.print_json({"source": report.source_kind, "bytes_in": report.bytes_in, "bytes_out": report.bytes_out, "wall_s": wall_s, **layer})
+        return exits.OK
+    content = report.layer.content_size
+    print(f"{report.layer.blob_digest}  {arguments.dst}")
+    output.say(
+        f"{report.layer.entries} entries, {output.size(content)} of files in {report.layer.chunks} chunks: {output.size(report.bytes_out)} "
+        f"({output.share(report.bytes_out, content)}), metadata {output.size(report.layer.toc_size)}, {output.duration(wall_s)}"
+    )
+    return exits.OK
+
+
+def run_inspect(arguments: argparse.Namespace) -> int:
+    from layerformat import Layer
+
+    with Layer.open(arguments.file) as layer:
+        toc, footer = layer.toc, layer.footer
+        kinds = {"directories": 0, "files": 0, "symlinks": 0, "devices": 0, "fifos and sockets": 0, "links into lower layers": 0}
+        for inode in toc.inodes:
+            kinds[_kind(inode)] += 1
+        names = len(toc.dirents)
+        result = {
+            "file": str(arguments.file),
+            "size_bytes": Path(arguments.file).stat().st_size,
+            "version": 1,
+            "chunk_size": toc.header.chunk_size,
+            "chunks": len(toc.chunks),
+            "content_bytes": toc.header.content_size,
+            "stream_bytes": toc.header.stream_size,
+            "toc_offset": footer.toc_offset,
+            "toc_bytes": footer.toc_stored_size,
+            "toc_raw_bytes": footer.toc_raw_size,
+            "toc_digest": f"sha256:{footer.toc_sha256.hex()}",
+            "names": names,
+            "whiteouts": sum(dirent.inode is None for dirent in toc.dirents),
+            "inodes": kinds,
+        }
+    if arguments.format == "json":
+        output.print_json(result)
+        return exits.OK
+    for name, value in result.items():
+        if name == "inodes":
+            value = ", ".join(f"{number} {kind}" for kind, number in kinds.items() if number)
+        elif name.endswith("_bytes") or name == "chunk_size":
+            value = f"{value} ({output.size(int(str(value)))})"
+        print(f"{name.replace('_', ' '):15} {value}")
+    return exits.OK
+
+
+def _kind(inode: Inode) -> str:
+    if inode.is_lower_link:
+        return "links into lower layers"
+    kinds = {
+        stat.S_IFDIR: "directories", stat.S_IFREG: "files", stat.S_IFLNK: "symlinks",
+        stat.S_IFCHR: "devices", stat.S_IFBLK: "devices",
+    }  # fmt: skip
+    return kinds.get(stat.S_IFMT(inode.mode), "fifos and sockets")
+
+
+def find(layer: Layer, path: str) -> int:
+    number = layer.lookup(os.fsencode(path).strip(b"/"))
+    if number is None:
+        raise exits.CommandError(f"{path}: the layer does not hold it", exits.NOT_FOUND)
+    return number
+
+
+def run_ls(arguments: argparse.Namespace) -> int:
+    from layerformat import Layer
+
+    with Layer.open(arguments.file) as layer:
+        top = os.fsencode(arguments.path).strip(b"/")
+        find(layer, arguments.path)
+        rows = []
+        for path, number in layer.walk():
+            if top and path != top and not path.startswith(top + b"/"):
+                continue
+            rows.append(_row(layer, path, number))
+    if arguments.format == "json":
+        output.print_json(rows)
+        return exits.OK
+    for row in rows:
+        target = f" -> {row['target']}" if row["target"] is not None else ""
+        owner = f"{row['uid']}:{row['gid']}"
+        print(f"{row['mode']}  {owner:>9}  {row['size_bytes']:>10}  {row['mtime']}  {row['path']}{target}")
+    return exits.OK
+
+
+def _row(layer: Layer, path: bytes, number: int | None) -> dict[str, Any]:
+    from layerformat import printable
+
+    if number is None:
+        return {"path": printable(path), "type": "whiteout", "mode": "w---------", "uid": 0, "gid": 0, "size_bytes": 0,
+                "mtime": "-" * 19, "target": None, "inode": None, "xattrs": []}  # fmt: skip
+    inode = layer.inode(number)
+    target = layer.toc.target(number) if inode.is_symlink or inode.is_lower_link else None
+    return {
+        "path": printable(path) or "/",
+        "type": "lower link" if inode.is_lower_link else _kind(inode),
+        "mode": "h---------" if inode.is_lower_link else stat.filemode(inode.mode),
+        "uid": inode.uid,
+        "gid": inode.gid,
+        "size_bytes": inode.size if inode.is_regular else 0,
+        "mtime": _time(inode.mtime_s),
+        "target": printable(target) if target is not None else None,
+        "inode": number,
+        "xattrs": sorted(printable(name) for name in layer.toc.xattrs(number)),
+    }
+
+
+def _time(seconds: int) -> str:
+    try:
+        return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return str(seconds)
+
+
+def run_cat(arguments: argparse.Namespace) -> int:
+    from layerformat import Layer
+
+    with Layer.open(arguments.file) as layer:
+        number = find(layer, arguments.path)
+        inode = layer.inode(number)
+        if not inode.is_regular:
+            kind = "a link to a file of a lower layer" if inode.is_lower_link else f"one of the {_kind(inode)}"
+            raise exits.CommandError(f"{arguments.path}: expected a regular file, it is {kind}")
+        for piece in layer.read_file(number):
+            sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()
+    return exits.OK
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    from layerformat import Layer
+
+    with Layer.open(arguments.file) as layer:
+        problems = layer.verify()
+        for problem in problems:
+            print(problem)
+        if problems:
+            output.say(f"weenv: {arguments.file}: {len(problems)} of {len(layer.toc.chunks)} chunks are damaged")
+            return exits.INTEGRITY
+        print(f"{arguments.file}: {len(layer.toc.chunks)} chunks, {output.size(layer.toc.header.content_size)} of files, all whole")
+    return exits.OK
+
+
+def run_totar(arguments: argparse.Namespace) -> int:
+    from layerformat import Layer, export_tar
+
+    if sys.stdout.isatty():
+        raise exits.CommandError("a tar does not go to a terminal; send stdout to a file or a pipe", exits.USAGE)
+    with Layer.open(arguments.file) as layer:
+        export_tar(layer, sys.stdout.buffer)
+    return exits.OK

@@ -1,0 +1,109 @@
+"""Environment variables and configuration files: read here and nowhere else.
+
+The node's configuration is TOML; every key has a default, and an unknown key is an error, since a mistyped limit must not become no limit.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from tools import exits, output
+
+if TYPE_CHECKING:
+    from registry import Credentials
+
+DEFAULT_RUN_DIR = Path("/run/weenv")
+DEFAULT_STATE_DIR = Path("/var/lib/weenv")
+SOCKET_VARIABLE = "WEENV_SOCKET"
+CACHE_VARIABLE = "WEENV_CACHE"
+
+
+def socket_path(given: Path | None) -> Path:
+    """--socket, else $WEENV_SOCKET, else the default."""
+    return given or Path(os.environ.get(SOCKET_VARIABLE) or DEFAULT_RUN_DIR / "envlet.sock")
+
+
+def cache_path(given: Path | None) -> Path:
+    """--cache, else $WEENV_CACHE, else the default."""
+    return given or Path(os.environ.get(CACHE_VARIABLE) or DEFAULT_STATE_DIR / "cache")
+
+
+def auth_files() -> tuple[Path, ...]:
+    """Where docker and containers keep credentials, those that exist, the first to be asked first."""
+    home = Path(os.environ.get("HOME") or "/root")
+    docker = Path(os.environ.get("DOCKER_CONFIG") or home / ".docker") / "config.json"
+    candidates = [docker]
+    if explicit := os.environ.get("REGISTRY_AUTH_FILE"):
+        candidates.insert(0, Path(explicit))
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        candidates.append(Path(runtime) / "containers" / "auth.json")
+    return tuple(path for path in candidates if path.is_file())
+
+
+def credentials() -> Credentials | None:
+    from registry import load_credentials
+
+    files = auth_files()
+    return load_credentials(files) if files else None
+
+
+@attrs.frozen(kw_only=True)
+class NodeSettings:
+    """What `weenv node serve` is told. Sizes in bytes, times in seconds."""
+
+    state_dir: Path = DEFAULT_STATE_DIR
+    run_dir: Path = DEFAULT_RUN_DIR
+    socket: Path | None = None
+    cache_dir: Path | None = None
+    runtime: str = "crun"
+    cgroup_parent: str = "/weenv"
+    cpu: float = 2.0
+    memory: int = 2 << 30
+    pids: int = 1024
+    fuse_threads: int = 4
+    chunk_deadline_s: float = 30.0
+    environments_max: int = 1024
+    starting_max: int = attrs.field(factory=lambda: 2 * (os.cpu_count() or 1))
+
+    @property
+    def socket_path(self) -> Path:
+        return self.socket or self.run_dir / "envlet.sock"
+
+    @property
+    def cache_path(self) -> Path:
+        return self.cache_dir or self.state_dir / "cache"
+
+
+_PATHS = {"state_dir", "run_dir", "socket", "cache_dir"}
+
+
+def _value(name: str, value: Any, path: Path) -> Any:
+    field = next((field for field in attrs.fields(NodeSettings) if field.name == name), None)
+    if field is None:
+        known = ", ".join(field.name for field in attrs.fields(NodeSettings))
+        raise exits.CommandError(f"{path}: unknown key '{name}'; expected one of {known}", exits.USAGE)
+    if name in _PATHS and isinstance(value, str):
+        return Path(value)
+    if name == "memory" and isinstance(value, str):
+        return output.parse_size(value)
+    expected: tuple[type, ...] = (str,) if name in ("runtime", "cgroup_parent") else (int, float) if name in ("cpu", "chunk_deadline_s") else (int,)
+    if not isinstance(value, expected) or isinstance(value, bool):
+        wanted = " or ".join(kind.__name__ for kind in expected) if name not in _PATHS else "a path"
+        raise exits.CommandError(f"{path}: {name}: expected {wanted}, received {value!r}", exits.USAGE)
+    return value
+
+
+def load_node_settings(path: Path | None) -> NodeSettings:
+    """The file's values over the defaults. CommandError names the key that is wrong."""
+    if path is None:
+        return NodeSettings()
+    try:
+        loaded = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise exits.CommandError(f"{path}: expected TOML: {error}", exits.USAGE) from error
+    return NodeSettings(**{name: _value(name, value, path) for name, value in loaded.items()})

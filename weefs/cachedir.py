@@ -1,0 +1,160 @@
+"""The node cache on disk: one directory per layer, and who may use it.
+
+    <cache>/lock                        held (flock) by the one process that serves from this cache
+    <cache>/layers/sha256-<hex>/        <hex>: digest of the layer's blob
+        layer.json                      digest, size, source, digest of the TOC: what `weenv cache ls` shows
+        toc                             the raw TOC, mapped by the C core
+        data                            the logical stream, sparse
+        map                             header and bitmap of the chunks that are present
+
+A layer's directory is made under another name and renamed when its TOC is verified, so that one that is there is whole. Everything in it can be had again:
+deleting a directory while nothing serves from the cache costs its transfer and nothing else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import attrs
+import msgspec
+
+from weefs.errors import CacheError, LayerRefused
+
+MAP_HEADER = struct.Struct("<8sIIQ16s")
+MAP_HEADER_SIZE = 4096
+MAP_MAGIC = b"WEENVMAP"
+
+
+class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """layer.json. Sizes in bytes; the digests are `sha256:` + hex, the TOC's is that of its raw bytes."""
+
+    digest: str
+    size_bytes: int
+    source: str
+    toc_digest: str
+    toc_size_bytes: int
+    content_bytes: int
+    chunks: int
+
+
+@attrs.frozen
+class CachedLayer:
+    """A layer in the cache as its files show it, without a serving process. Sizes in bytes."""
+
+    record: LayerRecord
+    path: Path
+    present_chunks: int
+    disk_bytes: int
+    used_s: float
+    """When it was last added to a plan: seconds since the epoch."""
+
+
+def boot_id() -> bytes:
+    """The kernel's id of this boot, 16 bytes: what a chunk map of another boot says is not believed."""
+    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+
+
+def directory_name(digest: str) -> str:
+    algorithm, _, value = digest.partition(":")
+    if algorithm != "sha256" or len(value) != 64 or value.strip("0123456789abcdef"):
+        raise LayerRefused(f"layer digest: expected sha256: and 64 hexadecimal digits, received {digest!r}")
+    return f"sha256-{value}"
+
+
+class CacheDirectory:
+    """The cache of one serving process: holds the lock from `open` to `close`."""
+
+    def __init__(self, path: Path, lock_fd: int) -> None:
+        self.path = path
+        self._lock_fd = lock_fd
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Creates the directory if it is missing. CacheError: another process serves from it."""
+        (path / "layers").mkdir(parents=True, exist_ok=True)
+        lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock_fd)
+            raise CacheError(f"{path}: another process serves from this cache; stop it or use another directory") from None
+        cache = cls(path, lock_fd)
+        cache._remove_unfinished()
+        return cache
+
+    def close(self) -> None:
+        os.close(self._lock_fd)
+
+    def _remove_unfinished(self) -> None:
+        for leftover in (self.path / "layers").glob("*.new"):
+            shutil.rmtree(leftover)
+
+    def find(self, digest: str) -> LayerRecord | None:
+        """The record of a layer whose TOC is here and undamaged; a damaged one is removed, to be fetched again."""
+        directory = self.path / "layers" / directory_name(digest)
+        try:
+            record = msgspec.json.decode((directory / "layer.json").read_bytes(), type=LayerRecord)
+            with (directory / "toc").open("rb") as file:
+                actual = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError:
+            shutil.rmtree(directory)
+            return None
+        if actual != record.toc_digest or record.digest != digest:
+            shutil.rmtree(directory)
+            return None
+        return record
+
+    def create(self, record: LayerRecord, toc: bytes) -> None:
+        """Adds a layer whose raw TOC the caller has verified."""
+        final = self.path / "layers" / directory_name(record.digest)
+        fresh = final.with_suffix(".new")
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir()
+        (fresh / "toc").write_bytes(toc)
+        (fresh / "layer.json").write_bytes(msgspec.json.encode(record))
+        for name in ("data", "map"):
+            (fresh / name).touch()
+        shutil.rmtree(final, ignore_errors=True)
+        fresh.rename(final)
+
+    def open_files(self, digest: str) -> tuple[int, int, int]:
+        """Descriptors of toc (read only), data and map; the caller closes them."""
+        directory = self.path / "layers" / directory_name(digest)
+        os.utime(directory)
+        opened: list[int] = []
+        try:
+            for name, flags in (("toc", os.O_RDONLY), ("data", os.O_RDWR), ("map", os.O_RDWR)):
+                opened.append(os.open(directory / name, flags | os.O_CLOEXEC))
+        except OSError:
+            for fd in opened:
+                os.close(fd)
+            raise
+        return opened[0], opened[1], opened[2]
+
+
+def list_layers(path: Path) -> Iterator[CachedLayer]:
+    """What is in the cache, by itself: works beside a serving process and without one."""
+    layers = path / "layers"
+    if not layers.is_dir():
+        return
+    for directory in sorted(layers.iterdir()):
+        if directory.suffix == ".new":
+            continue
+        try:
+            record = msgspec.json.decode((directory / "layer.json").read_bytes(), type=LayerRecord)
+            bitmap = (directory / "map").read_bytes()
+            disk = sum((directory / name).stat().st_blocks * 512 for name in ("toc", "data", "map", "layer.json"))
+            used_s = directory.stat().st_mtime
+        except (OSError, msgspec.DecodeError):
+            continue  # being made or removed at this moment
+        present = sum(byte.bit_count() for byte in bitmap[MAP_HEADER_SIZE:]) if bitmap[:8] == MAP_MAGIC else 0
+        yield CachedLayer(record, directory, present, disk, used_s)

@@ -1,0 +1,13 @@
+"""What can go wrong in the data plane, apart from what the C core (`core.CoreError`) and the registry say themselves."""
+
+
+class WeefsError(Exception):
+    """Base of the data plane's own errors. The sentence says what was expected, what was received, and what to do."""
+
+
+class LayerRefused(WeefsError):
+    """A layer's metadata cannot be used: it is damaged, or not what the manifest promised."""
+
+
+class CacheError(WeefsError):
+    """The cache directory cannot be used."""

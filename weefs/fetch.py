@@ -1,0 +1,191 @@
+"""Fetching what readers wait for: stop 6 of a read's path, between the miss queue and the registry.
+
+One task takes misses from the core when its eventfd says so, and starts a task per range, a bounded number at once. A range is tried until it arrives or its deadline
+passes: a registry that is away for a moment costs time, not an episode. What arrives goes to the core in a worker thread (decompression, SHA-256 and the write
+release the interpreter lock). A chunk that does not have its digest is asked for once more by itself, then given up: the registry's copy is
+damaged, and no number of tries mends that.
+
+A chunk that is given up is not remembered as absent: its readers get EIO and are reported as faults, and the next reader asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+
+import attrs
+from registry.ranges import RangeReader
+
+from registry import AuthenticationFailed, IntegrityError, NotFound, RegistryError
+from weefs.coalesce import Range, coalesce
+from weefs.core import ChunkIndex, Core, CoreError, CoreFault, DamagedError, LayerSlot, Miss
+
+_FINAL = (NotFound, AuthenticationFailed, IntegrityError)
+"""Answers that asking again does not change."""
+
+
+@attrs.frozen
+class FetchPolicy:
+    """Bounds of fetching. Times in seconds."""
+
+    requests_at_once: int = 16
+    deadline_s: float = 30.0
+    """From a chunk's miss to giving it up."""
+    first_delay_s: float = 0.05
+    longest_delay_s: float = 2.0
+
+    def delay_s(self, attempt: int) -> float:
+        """Before attempt number `attempt` (from 1): exponential, with jitter, so that a returning registry is not met by everybody at once."""
+        return min(self.longest_delay_s, self.first_delay_s * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+
+
+@attrs.define
+class LayerTraffic:
+    """What was fetched for a layer, since the start."""
+
+    requests: int = 0
+    bytes: int = 0
+    metadata_requests: int = 0
+    metadata_bytes: int = 0
+    retries: int = 0
+    given_up_chunks: int = 0
+
+
+@attrs.frozen
+class LayerSource:
+    """Where the chunks of a layer come from."""
+
+    reader: RangeReader
+    digest: str
+    traffic: LayerTraffic
+
+
+class Fetcher:
+    """Serves the miss queue of one core. Owner: whoever runs `run`; it ends by cancellation, and then gives up what it had taken."""
+
+    def __init__(self, core: Core, policy: FetchPolicy, on_faults: Callable[[list[CoreFault]], None]) -> None:
+        self._core = core
+        self._policy = policy
+        self._on_faults = on_faults
+        self._sources: dict[LayerSlot, LayerSource] = {}
+        self._slots = asyncio.Semaphore(policy.requests_at_once)
+        self._reasons: dict[tuple[LayerSlot, ChunkIndex], str] = {}
+
+    def add_source(self, layer: LayerSlot, source: LayerSource) -> None:
+        """Must precede any plan with that layer."""
+        self._sources[layer] = source
+
+    def reason(self, fault: CoreFault) -> str:
+        """Why a chunk was given up, for people."""
+        return self._reasons.get((fault.layer, fault.chunk), os.strerror(fault.error))
+
+    async def run(self) -> None:
+        """Takes misses until cancelled."""
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        fd = self._core.miss_fd
+        loop.add_reader(fd, ready.set)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    await ready.wait()
+                    ready.clear()
+                    _drain(fd)
+                    while misses := self._core.take_misses():
+                        deadline = loop.time() + self._policy.deadline_s
+                        for wanted in coalesce(misses):
+                            tasks.create_task(self._fetch_or_fail(wanted, deadline))
+                    if faults := self._core.take_faults():
+                        self._on_faults(faults)
+        finally:
+            loop.remove_reader(fd)
+
+    async def _fetch_or_fail(self, wanted: Range, deadline: float) -> None:
+        """Whatever happens, each of the chunks is published or failed: a reader must never wait for nobody."""
+        unsettled = {miss.chunk: miss for miss in wanted.misses}
+        try:
+            async with self._slots:
+                await self._fetch(wanted, deadline, unsettled)
+        except RegistryError as error:
+            self._give_up(wanted.layer, unsettled.values(), errno.EIO, str(error))
+        except Exception as error:  # a bug of ours costs these chunks, not the node
+            traceback.print_exc()
+            self._give_up(wanted.layer, unsettled.values(), errno.EIO, f"{type(error).__name__}: {error}")
+        except asyncio.CancelledError:
+            self._give_up(wanted.layer, unsettled.values(), errno.EIO, "the data plane is stopping")
+            raise
+
+    async def _fetch(self, wanted: Range, deadline: float, unsettled: dict[ChunkIndex, Miss]) -> None:
+        stored = await self._read(wanted, deadline)
+        damaged = await asyncio.to_thread(self._publish, wanted, stored, unsettled)
+        for miss in damaged:
+            alone = Range(wanted.layer, (miss,))
+            again = await self._read(alone, deadline)
+            if await asyncio.to_thread(self._publish, alone, again, unsettled):
+                source = self._sources[wanted.layer]
+                reason = f"chunk {miss.chunk} of {source.digest} is damaged: received twice without its digest"
+                self._give_up(wanted.layer, [miss], errno.EBADMSG, reason)
+                del unsettled[miss.chunk]
+
+    async def _read(self, wanted: Range, deadline: float) -> bytes:
+        """The bytes of a range, tried until the deadline. RegistryError: the last one's."""
+        source = self._sources[wanted.layer]
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                async with asyncio.timeout_at(deadline):
+                    source.traffic.requests += 1
+                    stored = await source.reader.read(source.digest, wanted.offset, wanted.size)
+                source.traffic.bytes += len(stored)
+                return stored
+            except _FINAL:
+                raise
+            except TimeoutError:
+                where = f"bytes {wanted.offset}+{wanted.size} of {source.digest}"
+                raise RegistryError(f"{where}: no answer within {self._policy.deadline_s:g} s") from None
+            except RegistryError:
+                delay = self._policy.delay_s(attempt)
+                if asyncio.get_running_loop().time() + delay >= deadline:
+                    raise
+                source.traffic.retries += 1
+                await asyncio.sleep(delay)
+
+    def _publish(self, wanted: Range, stored: bytes, unsettled: dict[ChunkIndex, Miss]) -> list[Miss]:
+        """In a thread: hands each chunk of a range to the core; returns those that did not have their digest."""
+        view = memoryview(stored)
+        damaged = []
+        for miss in wanted.misses:
+            at = miss.blob_offset - wanted.offset
+            try:
+                self._core.publish(miss.layer, miss.chunk, view[at : at + miss.stored_size])
+            except DamagedError:
+                damaged.append(miss)
+            except CoreError as error:
+                self._give_up(miss.layer, [miss], error.errno or errno.EIO, str(error))
+                del unsettled[miss.chunk]
+            else:
+                del unsettled[miss.chunk]
+        return damaged
+
+    def _give_up(self, layer: LayerSlot, misses: Iterable[Miss], error: int, reason: str) -> None:
+        source = self._sources[layer]
+        for miss in list(misses):
+            source.traffic.given_up_chunks += 1
+            self._reasons[(layer, miss.chunk)] = reason
+            if len(self._reasons) > 1024:
+                del self._reasons[next(iter(self._reasons))]
+            self._core.fail(layer, miss.chunk, error)
+            print(f"weefs: gave up chunk {miss.chunk} of {source.digest}: {reason}", file=sys.stderr, flush=True)
+
+
+def _drain(fd: int) -> None:
+    try:
+        os.read(fd, 8)
+    except BlockingIOError:
+        return
