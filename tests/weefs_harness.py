@@ -53,11 +53,11 @@ def faithful(blob: bytes, miss: core.Miss) -> bytes:
 class MountedCore:
     """A core, its mount, and one thread that serves its misses from blobs in memory. Use `mounted_core`."""
 
-    def __init__(self, directory: Path, threads: int, escape: bool) -> None:
+    def __init__(self, directory: Path, threads: int, escape: bool, max_pending: int) -> None:
         self.directory = directory
         self.mountpoint = directory / "mnt"
         self.mountpoint.mkdir()
-        self.core = core.Core(escape_overlay_xattrs=escape)
+        self.core = core.Core(escape_overlay_xattrs=escape, max_pending=max_pending)
         self.answer: Answer = faithful
         self.faults: list[core.CoreFault] = []
         self.rejected: list[str] = []
@@ -132,11 +132,11 @@ class MountedCore:
 
 
 @contextmanager
-def mounted_core(*, threads: int = 2, escape: bool = False) -> Iterator[MountedCore]:
+def mounted_core(*, threads: int = 2, escape: bool = False, max_pending: int = 1024) -> Iterator[MountedCore]:
     """A core that serves a mount in a directory of its own; everything is gone afterwards."""
     directory = Path(tempfile.mkdtemp(prefix="weefs-test-"))
     try:
-        mounted = MountedCore(directory, threads, escape)
+        mounted = MountedCore(directory, threads, escape, max_pending)
         try:
             yield mounted
         finally:

@@ -1,0 +1,370 @@
+"""The node daemon: owns all environments, the plans they share and the life of the whole.
+
+`serve` is the entry. It is called inside `trio.run`, in a process that `mounts.enter_private_namespace` has moved
+into a mount namespace of its own. One nursery holds the daemon; every environment is supervised by one task in it;
+every client's request runs in the nursery of its connection, and what it was making goes when it goes.
+
+At its start the daemon removes what an earlier one with the same state directory left: the directory of an
+environment is made before anything else of it and removed after everything else, so its names are the complete list.
+A lock file keeps two daemons apart.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import resource
+import secrets
+import signal
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from envlet import cgroups, errors, mounts, processes, syscalls
+from envlet.bundle import OPEN_FILES_MAX
+from envlet.cgroups import Cgroup, CgroupError, Layout
+from envlet.config import NodeConfig
+from envlet.environment import Environment, Node, remove_directories
+from envlet.errors import EnvletError
+from envlet.groups import first_error
+from envlet.mounted import MountedPlans
+from envlet.plans import Plans
+from envlet.ports import DataPlane, Fault, Resolver
+from envlet.registry_errors import translate
+from envlet.runtime import Runtime, open_null
+from envlet.server import Server
+from envlet.types import (
+    CreateRequest,
+    DeleteRequest,
+    DeleteResult,
+    DiffRequest,
+    DiffResult,
+    EnvironmentInfo,
+    ExecRequest,
+    ExecResult,
+    GetRequest,
+    InfoRequest,
+    ListRequest,
+    ListResult,
+    NodeInfo,
+    PlanInfo,
+    ResolveRequest,
+)
+
+log = logging.getLogger("envlet")
+
+OnTerminal = Callable[[int], Awaitable[None]]
+_REMOVE_AT_ONCE = 8
+
+
+class Daemon:
+    """The methods of the API, one each, and what they work on."""
+
+    def __init__(self, node: Node, plans: Plans, data_plane: DataPlane, nursery: trio.Nursery) -> None:
+        self._node = node
+        self._plans = plans
+        self._data_plane = data_plane
+        self._nursery = nursery
+        self._live: dict[str, Environment] = {}
+        self._remembered: OrderedDict[str, EnvironmentInfo] = OrderedDict()
+        self._closing = False
+        self._counts = Counter[str](created=0, failed_creations=0, removed=0, faults=0, faults_unassigned=0, execs=0)
+
+    def _find(self, environment_id: str) -> Environment:
+        try:
+            return self._live[environment_id]
+        except KeyError:
+            pass
+        past = self._remembered.get(environment_id)
+        if past is not None:
+            raise EnvletError(
+                errors.WRONG_STATE,
+                f"the environment {environment_id} is {past.state}{f' ({past.cause})' if past.cause else ''}",
+                {"id": environment_id, "state": past.state, "cause": past.cause},
+            )
+        raise EnvletError(
+            errors.NOT_FOUND, f"there is no environment {environment_id!r}; env.list has those of this node", {"id": environment_id}
+        )
+
+    async def create(self, request: CreateRequest, descriptors: Sequence[int]) -> EnvironmentInfo:
+        """env.create. Whatever ends it before its end, nothing is left."""
+        if self._closing:
+            raise EnvletError(errors.SHUTTING_DOWN, "the daemon is ending; ask another node")
+        if len(self._live) >= self._node.config.environments_max:
+            raise EnvletError(
+                errors.CAPACITY, f"this node holds {len(self._live)} environments, its maximum; delete one or ask another node"
+            )
+        begin_s = time.perf_counter()
+        plan = await self._plans.resolve(request.groups, request.role)
+        resolve_s = time.perf_counter() - begin_s
+        environment_id = request.id or f"e{secrets.token_hex(6)}"
+        if environment_id in self._live:
+            raise EnvletError(errors.EXISTS, f"there is an environment {environment_id!r} already; choose another id or none")
+        environment = self._live[environment_id] = Environment(self._node, environment_id, request, plan)
+        self._remembered.pop(environment_id, None)
+        try:
+            await environment.start(descriptors[0] if descriptors else None)
+        except BaseException as error:
+            self._counts["failed_creations"] += 1
+            await self._undo(environment)
+            if isinstance(error, (CgroupError, OSError)):
+                raise EnvletError(errors.RUNTIME_FAILED, f"{environment_id} could not be made: {error}") from error
+            raise
+        environment.set_resolve_time(resolve_s)
+        self._counts["created"] += 1
+        self._nursery.start_soon(self._supervise, environment)
+        return environment.info()
+
+    async def _undo(self, environment: Environment) -> None:
+        """Removes what a creation left. What cannot be removed stays listed, as `error`, for env.delete to try again."""
+        try:
+            await environment.remove()
+        except EnvletError as error:
+            log.error("after a failed creation: %s", error)
+        else:
+            del self._live[environment.id]
+
+    async def _supervise(self, environment: Environment) -> None:
+        await environment.supervise()
+        if environment.is_removed:
+            self._forget(environment)
+
+    def _forget(self, environment: Environment) -> None:
+        """Keeps the record of one that is gone, the newest `remembered_max`."""
+        if self._live.pop(environment.id, None) is None:
+            return
+        self._counts["removed"] += 1
+        self._remembered[environment.id] = environment.info()
+        while len(self._remembered) > self._node.config.remembered_max:
+            self._remembered.popitem(last=False)
+
+    async def exec(self, request: ExecRequest, descriptors: Sequence[int], on_terminal: OnTerminal) -> ExecResult:
+        """env.exec."""
+        if request.tty and descriptors:
+            raise EnvletError(errors.DESCRIPTORS, "with tty the terminal is all three streams; hand over no descriptors")
+        self._counts["execs"] += 1
+        return await self._find(request.id).exec(request, descriptors, on_terminal)
+
+    async def get(self, request: GetRequest) -> EnvironmentInfo:
+        """env.get."""
+        past = self._remembered.get(request.id)
+        if past is not None and request.id not in self._live:
+            return past
+        return self._find(request.id).info()
+
+    async def list(self, request: ListRequest) -> ListResult:
+        """env.list."""
+        past = list(self._remembered.values()) if request.all else []
+        return ListResult(environments=[*past, *(environment.info() for environment in self._live.values())])
+
+    async def diff(self, request: DiffRequest, descriptors: Sequence[int]) -> DiffResult:
+        """env.diff."""
+        return await self._find(request.id).diff(descriptors[0])
+
+    async def delete(self, request: DeleteRequest) -> DeleteResult:
+        """env.delete. Of one that has gone already it is a success."""
+        begin_s = time.perf_counter()
+        if request.id in self._live or request.id not in self._remembered:
+            environment = self._find(request.id)
+            await environment.remove()
+            self._forget(environment)
+        return DeleteResult(id=request.id, wall_s=time.perf_counter() - begin_s)
+
+    async def resolve(self, request: ResolveRequest) -> PlanInfo:
+        """plan.resolve."""
+        return (await self._plans.resolve(request.groups, request.role)).info()
+
+    async def info(self, request: InfoRequest) -> NodeInfo:
+        """node.info."""
+        statistics: dict[str, Any] = {
+            **self._counts,
+            "plans": self._node.plans.statistics(),
+            "references": self._plans.statistics(),
+            "starting": self._node.starting.borrowed_tokens,
+            "remembered": len(self._remembered),
+            "data_plane": await self._data_plane.statistics(),
+        }
+        return NodeInfo(
+            version=_version(),
+            runtime=f"{self._node.runtime.name} {self._node.runtime.version}",
+            cgroups=self._node.layout.kind,
+            environments=dict(Counter(str(environment.state) for environment in self._live.values())),
+            environments_max=self._node.config.environments_max,
+            starting_max=self._node.config.starting_max,
+            statistics=statistics,
+        )
+
+    async def watch_faults(self) -> None:
+        """Marks the environment of each reader that got EIO. The end of the faults is the end of the data plane."""
+        async for fault in self._data_plane.faults():
+            self._counts["faults"] += 1
+            environment = self._live.get(self._environment_of(fault) or "")
+            if environment is None:
+                self._counts["faults_unassigned"] += 1
+                log.error("a read failed, its process %d is in no environment: %s", fault.pid, fault.error)
+                continue
+            environment.fail("faulted", f"chunk {fault.chunk} of layer {fault.layer} could not be read: {fault.error}")
+
+        for environment in self._live.values():
+            environment.fail("lost", "the data plane ended; the files of the environment cannot be read any more")
+
+    def _environment_of(self, fault: Fault) -> str | None:
+        try:
+            text = Path(f"/proc/{fault.pid}/cgroup").read_text()
+        except OSError:
+            return None
+        return cgroups.group_member(text, self._node.config.cgroup_parent)
+
+    async def close(self) -> None:
+        """Deletes all environments and stops serving their plans. Raises EnvletError for the first that stays."""
+        self._closing = True
+        failed: list[EnvletError] = []
+        limit = trio.CapacityLimiter(_REMOVE_AT_ONCE)
+
+        async def remove(environment: Environment) -> None:
+            async with limit:
+                try:
+                    await environment.remove()
+                except EnvletError as error:
+                    failed.append(error)
+                else:
+                    self._forget(environment)
+
+        async with trio.open_nursery() as nursery:
+            for environment in list(self._live.values()):
+                nursery.start_soon(remove, environment)
+        await self._node.plans.close()
+        if failed:
+            raise failed[0]
+
+
+def _version() -> str:
+    try:
+        return metadata.version("weenv")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+async def serve(
+    config: NodeConfig,
+    resolver: Resolver,
+    data_plane: DataPlane,
+    *,
+    handle_signals: bool = True,
+    task_status: trio.TaskStatus[Daemon] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serves the node until SIGTERM or SIGINT (`handle_signals`; main thread only) or its cancellation; then nothing
+    is left.
+
+    Call `mounts.enter_private_namespace()` before `trio.run`. Raises EnvletError or OSError if the node cannot start,
+    and EnvletError(CLEANUP_FAILED) if something could not be removed at the end.
+    """
+    try:
+        await _serve(config, resolver, data_plane, handle_signals, task_status)
+    except BaseExceptionGroup as group:
+        error = first_error(group)
+        if error is None:
+            raise
+        raise error from None
+
+
+async def _serve(
+    config: NodeConfig,
+    resolver: Resolver,
+    data_plane: DataPlane,
+    handle_signals: bool,
+    task_status: trio.TaskStatus[Daemon],
+) -> None:
+    os.umask(0o022)
+    syscalls.set_child_subreaper()
+    processes.seal_descriptors()
+    with contextlib.ExitStack() as stack:
+        _make_directories(config)
+        stack.callback(os.close, _lock(config.state_dir))
+        null_fd = open_null()
+        stack.callback(os.close, null_fd)
+        runtime = await trio.to_thread.run_sync(Runtime.find, config.runtime, config.runtime_dir)
+        layout = cgroups.detect_here()
+        await clean_up(config, runtime, layout, null_fd)
+        node = Node(
+            config=config,
+            runtime=runtime,
+            layout=layout,
+            plans=MountedPlans(data_plane),
+            starting=trio.CapacityLimiter(config.starting_max),
+            null_fd=null_fd,
+            open_files=min(OPEN_FILES_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
+        )
+        plans = Plans(resolver, config.state_dir / "refs.json", translate)
+        async with trio.open_nursery() as nursery:
+            daemon = Daemon(node, plans, data_plane, nursery)
+            server = Server(config, daemon)
+            try:
+                nursery.start_soon(daemon.watch_faults)
+                async with trio.open_nursery() as accepting:
+                    await accepting.start(server.run)
+                    if handle_signals:
+                        await accepting.start(_cancel_on_signal, accepting.cancel_scope)
+                    task_status.started(daemon)
+            finally:
+                with trio.CancelScope(shield=True):
+                    await daemon.close()
+                cgroups.remove_if_empty(layout, config.cgroup_parent)
+                nursery.cancel_scope.cancel()
+
+
+async def _cancel_on_signal(scope: trio.CancelScope, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
+        async for number in signals:
+            log.info("%s: ending", signal.Signals(number).name)
+            scope.cancel()
+            return
+
+
+def _make_directories(config: NodeConfig) -> None:
+    for directory in (config.uppers_dir, config.bundles_dir, config.runtime_dir, config.console_dir):
+        directory.mkdir(parents=True, exist_ok=True, mode=0o755)
+    for directory in (config.state_dir, config.run_dir):
+        directory.chmod(0o711)
+    for directory in (config.uppers_dir, config.bundles_dir, config.runtime_dir, config.console_dir):
+        directory.chmod(0o700)
+
+
+def _lock(state_dir: Path) -> int:
+    """The lock of the state directory, held by an open file. Raises EnvletError if another daemon has it."""
+    fd = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise EnvletError(
+            errors.EXISTS, f"another daemon uses the state directory {state_dir}; stop it or choose another directory"
+        ) from None
+    return fd
+
+
+async def clean_up(config: NodeConfig, runtime: Runtime, layout: Layout, null_fd: int) -> list[str]:
+    """Removes what an earlier daemon left of its environments; their ids. Raises EnvletError(CLEANUP_FAILED)."""
+    left = sorted({*os.listdir(config.uppers_dir), *os.listdir(config.bundles_dir), *os.listdir(config.runtime_dir)})
+    try:
+        mounts.unmount_below(str(config.bundles_dir))
+        for environment_id in left:
+            group = Cgroup(layout, f"{config.cgroup_parent.rstrip('/')}/{environment_id}")
+            if group.exists():
+                await group.kill()
+            await runtime.delete(environment_id, config.run_dir / "cleanup.log", null_fd)
+            await group.remove()
+            directories = (config.runtime_dir, config.bundles_dir, config.uppers_dir)
+            await trio.to_thread.run_sync(remove_directories, *(directory / environment_id for directory in directories))
+            log.warning("removed %s, which an earlier daemon left", environment_id)
+        for socket_file in config.console_dir.iterdir():
+            socket_file.unlink()
+    except (CgroupError, OSError, EnvletError) as error:
+        raise EnvletError(errors.CLEANUP_FAILED, f"what an earlier daemon left could not be removed: {error}") from error
+    return left

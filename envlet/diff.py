@@ -1,0 +1,227 @@
+"""What an environment changed, as an OCI layer tar: a walk over the upper directory of its overlay.
+
+| in the upper directory                                | in the tar                                   |
+|-------------------------------------------------------|----------------------------------------------|
+| character device 0:0 `x` (the kernel's whiteout)      | empty file `.wh.x`                           |
+| directory with `trusted.overlay.opaque` = y, over a directory of the plan | the directory, then `.wh..wh..opq` in it |
+| several names of one inode                            | the first name, then hard links              |
+| socket                                                | nothing: it means nothing without its process |
+| anything else                                         | itself, with its attributes except `trusted.overlay.*` |
+
+The kernel marks every directory that it makes as opaque; the mark is left out where the plan has no directory in that
+place, because it would hide nothing. What envlet added before the start and nobody touched (rootfs.Mark) is left out.
+Names are written in order, so equal changes give equal bytes; holes stay holes. Nothing may run in the environment meanwhile (the
+caller freezes it): a file that changes its size while it is read is an error.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol, cast
+
+import attrs
+
+from envlet import errors
+from envlet.errors import EnvletError
+from envlet.overlay import OPAQUE_XATTR, XATTR_PREFIX
+from envlet.rootfs import Mark
+from envlet.types import DiffResult
+from layerformat.errors import printable
+from layerformat.model import Entry, Kind, Segment, normalise_segments
+from layerformat.tarwriter import TarWriter
+
+WHITEOUT = b".wh."
+OPAQUE_NAME = b".wh..wh..opq"
+_READ_BYTES = 1 << 20
+_KINDS = {
+    stat.S_IFREG: Kind.REGULAR,
+    stat.S_IFDIR: Kind.DIRECTORY,
+    stat.S_IFLNK: Kind.SYMLINK,
+    stat.S_IFIFO: Kind.FIFO,
+    stat.S_IFCHR: Kind.CHARACTER,
+    stat.S_IFBLK: Kind.BLOCK,
+}
+
+
+class Writable(Protocol):
+    """Where a tar goes."""
+
+    def write(self, data: bytes, /) -> int: ...
+
+
+@attrs.frozen
+class Change:
+    """One entry of the diff, and where its bytes are (regular files only)."""
+
+    entry: Entry
+    source: bytes | None = None
+    is_whiteout: bool = False
+
+
+def refuse(path: bytes, why: str) -> EnvletError:
+    return EnvletError(errors.DIFF_FAILED, f"/{printable(path)}: {why}")
+
+
+def read_xattrs(path: bytes) -> dict[bytes, bytes]:
+    """The extended attributes of an entry itself, overlayfs' own left out. Raises OSError."""
+    names = os.listxattr(path, follow_symlinks=False)
+    return {
+        os.fsencode(name): os.getxattr(path, name, follow_symlinks=False) for name in sorted(names) if not name.startswith(XATTR_PREFIX)
+    }
+
+
+def is_whiteout(status: os.stat_result) -> bool:
+    """The kernel's sign for an entry that was removed."""
+    return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
+
+
+def walk_changes(upper: Path, lower: Path, marks: Collection[Mark] = ()) -> Iterator[Change]:
+    """The entries of the diff, each directory before what is in it. Blocks. Raises OSError or
+    EnvletError(DIFF_FAILED).
+    """
+    return _Walk(os.fsencode(upper), {mark.path: mark for mark in marks}).directory(b"", os.fsencode(lower))
+
+
+class _Walk:
+    """One pass; remembers the first name of each inode that has several."""
+
+    def __init__(self, upper: bytes, marks: dict[bytes, Mark]) -> None:
+        self._upper = upper
+        self._marks = marks
+        self._first_names: dict[tuple[int, int], bytes] = {}
+
+    def directory(self, path: bytes, lower: bytes | None) -> Iterator[Change]:
+        """A directory and all below. `lower`: what the plan shows in its place, if that is a directory. One that is
+        untouched is written only if something below it is.
+        """
+        full = os.path.join(self._upper, path)
+        status = os.lstat(full)
+        mine = [Change(self._entry(path or b".", full, status))]
+        if not self._untouched(path, status):
+            yield from mine
+            mine.clear()
+        if _is_opaque(full):
+            if lower is not None:
+                yield Change(Entry(os.path.join(path, OPAQUE_NAME), Kind.REGULAR), is_whiteout=True)
+            lower = None
+        for name in sorted(os.listdir(full)):
+            for change in self._child(path, name, lower):
+                yield from mine
+                mine.clear()
+                yield change
+
+    def _child(self, parent: bytes, name: bytes, lower: bytes | None) -> Iterator[Change]:
+        path = os.path.join(parent, name)
+        full = os.path.join(self._upper, path)
+        status = os.lstat(full)
+        if is_whiteout(status):
+            yield Change(Entry(os.path.join(parent, WHITEOUT + name), Kind.REGULAR), is_whiteout=True)
+            return
+        if name.startswith(WHITEOUT):
+            raise refuse(path, "an OCI layer cannot have this name, it would remove another entry; rename it")
+        if stat.S_ISDIR(status.st_mode):
+            yield from self.directory(path, _lower_directory(lower, name))
+            return
+        if self._untouched(path, status) or stat.S_ISSOCK(status.st_mode):
+            return
+        entry = self._entry(path, full, status)
+        if status.st_nlink > 1:
+            first = self._first_names.setdefault((status.st_dev, status.st_ino), path)
+            if first != path:
+                yield Change(attrs.evolve(entry, kind=Kind.HARD_LINK, target=first, size=0, xattrs={}))
+                return
+        yield Change(entry, full if entry.kind is Kind.REGULAR else None)
+
+    def _untouched(self, path: bytes, status: os.stat_result) -> bool:
+        return self._marks.get(path) == Mark(path, status.st_ino, status.st_ctime_ns)
+
+    @staticmethod
+    def _entry(path: bytes, full: bytes, status: os.stat_result) -> Entry:
+        kind = _KINDS[stat.S_IFMT(status.st_mode)]
+        is_device = kind in (Kind.CHARACTER, Kind.BLOCK)
+        return Entry(
+            path=path,
+            kind=kind,
+            mode=stat.S_IMODE(status.st_mode),
+            uid=status.st_uid,
+            gid=status.st_gid,
+            mtime_ns=status.st_mtime_ns,
+            rdev=status.st_rdev if is_device else 0,
+            size=status.st_size if kind is Kind.REGULAR else 0,
+            target=os.readlink(full) if kind is Kind.SYMLINK else b"",
+            xattrs=read_xattrs(full),
+        )
+
+
+def _is_opaque(full: bytes) -> bool:
+    try:
+        return os.getxattr(full, OPAQUE_XATTR, follow_symlinks=False) == b"y"
+    except OSError:
+        return False
+
+
+def _lower_directory(lower: bytes | None, name: bytes) -> bytes | None:
+    if lower is None:
+        return None
+    full = os.path.join(lower, name)
+    try:
+        return full if stat.S_ISDIR(os.lstat(full).st_mode) else None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def write_diff(changes: Iterable[Change], out: Writable) -> DiffResult:
+    """Writes the tar and its end. Blocks. Raises OSError or EnvletError(DIFF_FAILED)."""
+    entries = whiteouts = content_bytes = 0
+    with TarWriter(cast(BinaryIO, out)) as tar:
+        for change in changes:
+            if change.source is None:
+                tar.add(change.entry)
+            else:
+                _add_file(tar, change.entry, change.source)
+            entries += 1
+            whiteouts += change.is_whiteout
+            content_bytes += change.entry.size
+    return DiffResult(entries=entries, whiteouts=whiteouts, content_bytes=content_bytes)
+
+
+def _add_file(tar: TarWriter, entry: Entry, source: bytes) -> None:
+    fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        if status.st_size != entry.size:
+            raise refuse(entry.path, f"its size went from {entry.size} to {status.st_size} bytes while the diff was taken")
+        if status.st_blocks * 512 < entry.size:
+            entry = attrs.evolve(entry, sparse=_segments(fd, entry.size))
+        tar.add(entry, _read_pieces(fd, entry))
+    finally:
+        os.close(fd)
+
+
+def _segments(fd: int, size: int) -> tuple[Segment, ...] | None:
+    """Where a file with holes has data; None if it has no hole after all."""
+    segments: list[Segment] = []
+    end = 0
+    while end < size:
+        try:
+            start = os.lseek(fd, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # ENXIO: only a hole is left
+                raise
+            break
+        end = os.lseek(fd, start, os.SEEK_HOLE)
+        segments.append((start, end - start))
+    return normalise_segments(segments, size)
+
+
+def _read_pieces(fd: int, entry: Entry) -> Iterator[bytes]:
+    for offset, length in entry.sparse if entry.sparse is not None else ((0, entry.size),):
+        end = offset + length
+        while offset < end:
+            data = os.pread(fd, min(end - offset, _READ_BYTES), offset)
+            if not data:
+                raise refuse(entry.path, f"it ended at byte {offset} of {entry.size}; it changed while the diff was taken")
+            yield data
+            offset += len(data)

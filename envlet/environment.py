@@ -1,0 +1,538 @@
+"""One environment: made step by step, watched, ended, removed.
+
+Creation is all or nothing, and so is written without undo steps: `remove` does not ask how far creation came, it
+looks at what exists under the environment's name (processes, runtime state, control group, mount, directories) and
+takes it away, in the order that the kernel demands. It can be called after any step, and again after it failed
+itself.
+
+Who waits for what: `start` runs in the task of the client's request; `supervise` in the daemon's nursery from `ready`
+on. Requests on a running environment are activities: they are cancelled when the environment ends under them, and
+answer with its state and cause.
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import attrs
+import trio
+
+from envlet import apply, bundle, diff, errors, overlay, processes, rootfs
+from envlet.cgroups import Cgroup, CgroupError, Layout
+from envlet.config import NodeConfig
+from envlet.errors import EnvletError
+from envlet.execution import Command, Outcome, execute
+from envlet.initproc import ProtocolError, Reports, read_reports, send_commands
+from envlet.mounted import MountedPlans
+from envlet.plans import Plan
+from envlet.ports import MountedPlan
+from envlet.runtime import Runtime
+from envlet.states import FAILURES, check_transition
+from envlet.streams import CancellableFile
+from envlet.types import (
+    CreateRequest,
+    DiffResult,
+    EnvironmentInfo,
+    ExecRequest,
+    ExecResult,
+    Limits,
+    State,
+    Timings,
+)
+from envlet.users import ROOT, User, resolve_user
+
+log = logging.getLogger("envlet")
+
+_UNMOUNT_DEADLINE_S = 10.0
+_LOST_WRAPPER_GRACE_S = 0.5
+
+
+@attrs.frozen
+class Node:
+    """What all environments of a daemon share."""
+
+    config: NodeConfig
+    runtime: Runtime
+    layout: Layout
+    plans: MountedPlans
+    starting: trio.CapacityLimiter
+    """First come, first served: starting all at once would make all of them late."""
+    null_fd: int
+    open_files: int
+    """Descriptors that a process may have: as many as the daemon may give."""
+
+
+class Environment:
+    """One environment. Its owner is the daemon."""
+
+    def __init__(self, node: Node, environment_id: str, request: CreateRequest, plan: Plan) -> None:
+        self._node = node
+        self.id = environment_id
+        self._request = request
+        self._plan = plan
+        config = node.config
+        self._limits = Limits(
+            cpu=request.cpu or config.cpu,
+            memory_bytes=request.memory_bytes or config.memory_bytes,
+            pids=request.pids or config.pids,
+        )
+        self._env = bundle.merge_env((group.env for group in plan.groups), request.env)
+        self._workdir = request.workdir or plan.workdir
+        self._user = ROOT
+        self._directory = config.uppers_dir / environment_id
+        self._bundle = config.bundles_dir / environment_id
+        self.cgroup = Cgroup(node.layout, f"{config.cgroup_parent.rstrip('/')}/{environment_id}")
+        self.state: State = "creating"
+        self.cause: str | None = None
+        self._created_unix_s = time.time()
+        self._expires_s = trio.current_time() + request.ttl_s if request.ttl_s else float("inf")
+        self._mounted: MountedPlan | None = None
+        self._timings = Timings()
+        self._reports = Reports()
+        self._marks: tuple[rootfs.Mark, ...] = ()
+        self._init_pidfd: int | None = None
+        self._activities: dict[trio.CancelScope, bool] = {}
+        self._activity_ended = trio.Condition()
+        self._ending = trio.Event()
+        self._removed = trio.Event()
+        self._removal = trio.Lock()
+        self._freezing = trio.Lock()
+        self._commands = 0
+
+    @property
+    def _root(self) -> Path:
+        return self._bundle / "root"
+
+    @property
+    def _upper(self) -> Path:
+        return self._directory / "upper"
+
+    @property
+    def is_removed(self) -> bool:
+        """Nothing of it is left but its record."""
+        return self._removed.is_set()
+
+    def info(self) -> EnvironmentInfo:
+        """What the API says of it."""
+        has_expiry = self._expires_s != float("inf")
+        return EnvironmentInfo(
+            id=self.id,
+            state=self.state,
+            cause=self.cause,
+            role=self._request.role,
+            groups=[group.reference for group in self._plan.groups],
+            plan_id=self._mounted.plan_id if self._mounted else None,
+            content_bytes=self._mounted.content_bytes if self._mounted else 0,
+            workdir=self._workdir,
+            limits=self._limits,
+            labels=self._request.labels,
+            created_unix_s=self._created_unix_s,
+            expires_unix_s=time.time() + self._expires_s - trio.current_time() if has_expiry else None,
+            timings=self._timings,
+            init=list(self._reports.results),
+            usage=attrs.asdict(self.cgroup.usage()) if self.state == "ready" else {},
+        )
+
+    # States
+
+    def _move(self, state: State, cause: str | None = None) -> None:
+        check_transition(self.state, state)
+        log.info("environment %s: %s -> %s%s", self.id, self.state, state, f": {cause}" if cause else "")
+        self.state, self.cause = state, cause or self.cause
+
+    def fail(self, state: State, cause: str) -> None:
+        """It ends in a state of failure, unless it has ended already."""
+        if self.state not in ("creating", "ready"):
+            return
+        self._move(state, cause)
+        self._ending.set()
+        for scope, needs_processes in list(self._activities.items()):
+            if needs_processes:
+                scope.cancel()
+
+    def ended_error(self) -> EnvletError:
+        """What a request hears that ran when the environment ended."""
+        return EnvletError(
+            errors.ENDED,
+            f"the environment {self.id} ended as {self.state}: {self.cause or 'it was deleted'}",
+            {"id": self.id, "state": self.state, "cause": self.cause},
+        )
+
+    def _require(self, states: frozenset[State]) -> None:
+        if self.state not in states:
+            cause = f" ({self.cause})" if self.cause else ""
+            raise EnvletError(
+                errors.WRONG_STATE,
+                f"the environment {self.id} is {self.state}{cause}; expected {' or '.join(sorted(states))}",
+                {"id": self.id, "state": self.state, "cause": self.cause},
+            )
+
+    @contextlib.asynccontextmanager
+    async def _activity(self, needs_processes: bool) -> AsyncIterator[None]:
+        """A request that the end of the environment cuts short."""
+        scope = trio.CancelScope()
+        self._activities[scope] = needs_processes
+        try:
+            with scope:
+                yield
+        finally:
+            del self._activities[scope]
+            with trio.CancelScope(shield=True):
+                async with self._activity_ended:
+                    self._activity_ended.notify_all()
+        if scope.cancelled_caught:
+            raise self.ended_error()
+
+    # Creation
+
+    async def start(self, tar_fd: int | None) -> None:
+        """From nothing to `ready`. On any error or cancellation the caller calls `remove`. Raises EnvletError,
+        OSError.
+        """
+        begin_s = time.perf_counter()
+        async with self._activity(needs_processes=True):
+            mounted = self._mounted = await self._node.plans.acquire(self._plan.layers)
+            plan_s = time.perf_counter() - begin_s
+            async with self._starting_slot() as release_slot:
+                queue_s = time.perf_counter() - begin_s - plan_s
+                apply_s, mount_s, cgroup_s = await trio.to_thread.run_sync(partial(self._prepare, mounted.path, tar_fd))
+                runtime_begin_s = time.perf_counter()
+                async with await self._start_runtime() as control:
+                    init_begin_s = time.perf_counter()
+                    await self._run_init(control, release_slot)
+                end_s = time.perf_counter()
+            self._timings = Timings(
+                mount_s=plan_s + mount_s,
+                queue_s=queue_s,
+                apply_s=apply_s,
+                runtime_s=cgroup_s + init_begin_s - runtime_begin_s,
+                mutation_s=end_s - init_begin_s,
+                total_s=end_s - begin_s,
+            )
+        self._move("ready")
+
+    def set_resolve_time(self, resolve_s: float) -> None:
+        """Adds the time before `start` to the timings."""
+        self._timings = Timings(
+            resolve_s=resolve_s,
+            mount_s=self._timings.mount_s,
+            queue_s=self._timings.queue_s,
+            apply_s=self._timings.apply_s,
+            runtime_s=self._timings.runtime_s,
+            mutation_s=self._timings.mutation_s,
+            total_s=self._timings.total_s + resolve_s,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _starting_slot(self) -> AsyncIterator[Callable[[], None]]:
+        """A place among those that start, given back at the end or when the yielded function is called."""
+        limiter = self._node.starting
+        borrower = object()
+        await limiter.acquire_on_behalf_of(borrower)
+        held = True
+
+        def release() -> None:
+            nonlocal held
+            if held:
+                held = False
+                limiter.release_on_behalf_of(borrower)
+
+        try:
+            yield release
+        finally:
+            release()
+
+    def _prepare(self, lower: Path, tar_fd: int | None) -> tuple[float, float, float]:
+        """Directories, diff, overlay, control group, bundle; seconds of apply, mount and the rest. Runs in a thread."""
+        begin_s = time.perf_counter()
+        self._upper.mkdir(parents=True)
+        (self._directory / "work").mkdir()
+        self._root.mkdir(parents=True)
+        overlay.copy_metadata(lower, self._upper)
+        apply_s = 0.0
+        if tar_fd is not None:
+            apply_begin_s = time.perf_counter()
+            apply.apply_diff(CancellableFile(tar_fd, trio.from_thread.check_cancelled), self._upper, lower)
+            apply_s = time.perf_counter() - apply_begin_s
+        try:
+            overlay.mount(lower, self._upper, self._directory / "work", self._root)
+        except (OSError, ValueError) as error:
+            raise EnvletError(errors.MOUNT_FAILED, f"the root of {self.id} could not be mounted: {error}") from error
+        self._marks = rootfs.prepare_root(self._root, self._upper, self._workdir)
+        if self._plan.user:
+            self._user = self._find_user(self._plan.user)
+        mounted_s = time.perf_counter()
+        self.cgroup.create(self._limits.cpu, self._limits.memory_bytes, self._limits.pids)
+        spec = bundle.BundleSpec(
+            root=self._root,
+            hostname=self.id,
+            cgroup_path=self.cgroup.path,
+            init_program=self._node.config.init_program,
+            workdir=self._workdir,
+            env=self._env,
+            open_files=self._node.open_files,
+        )
+        (self._bundle / "config.json").write_text(json.dumps(bundle.runtime_config(spec)))
+        return apply_s, mounted_s - begin_s - apply_s, time.perf_counter() - mounted_s
+
+    def _find_user(self, text: str) -> User:
+        """The user by the environment's own files. Blocks."""
+        return resolve_user(text, rootfs.read_text(self._root, "etc/passwd"), rootfs.read_text(self._root, "etc/group"))
+
+    async def _start_runtime(self) -> trio.SocketStream:
+        """Starts pid 1; our end of its socket."""
+        ours, theirs = socket.socketpair()  # theirs stays blocking
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+        try:
+            with theirs:
+                pid = await self._node.runtime.run(self.id, self._bundle, theirs.fileno(), self._node.null_fd)
+            try:
+                self._init_pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                raise EnvletError(errors.RUNTIME_FAILED, f"pid 1 of {self.id} ended at once") from None
+        except BaseException:
+            stream.socket.close()
+            raise
+        return stream
+
+    async def _run_init(self, control: trio.SocketStream, release_slot: Callable[[], None]) -> None:
+        """Has pid 1 run the init commands. Raises EnvletError(INIT_FAILED, TIMEOUT or RUNTIME_FAILED)."""
+        with trio.move_on_after(self._request.init_timeout_s) as timeout:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send_commands, control, self._request.init)
+                try:
+                    with trio.move_on_after(self._node.config.starting_slot_s):
+                        await read_reports(control, self._reports)
+                    if not self._reports.ready:
+                        release_slot()
+                        await read_reports(control, self._reports)
+                except ProtocolError as error:
+                    self._reports.failure = str(error)
+                nursery.cancel_scope.cancel()
+        if not self._reports.ready:
+            raise self._init_error(timeout.cancelled_caught)
+
+    def _init_error(self, timed_out: bool) -> EnvletError:
+        commands, results = self._request.init, self._reports.results
+        if results and results[-1].exit_code != 0:
+            index, last = len(results) - 1, results[-1]
+            return EnvletError(
+                errors.INIT_FAILED,
+                f"init command {index} ({commands[index][:200]!r}) ended with status {last.exit_code}; "
+                f"the end of its output: {last.output_tail[-2000:].strip() or '(none)'}",
+                {"index": index, "command": commands[index], "exit_code": last.exit_code, "output_tail": last.output_tail},
+            )
+        running = f"init command {len(results)} ({commands[len(results)][:200]!r})" if len(results) < len(commands) else "pid 1"
+        if timed_out:
+            return EnvletError(
+                errors.TIMEOUT,
+                f"{running} did not end within init_timeout_s = {self._request.init_timeout_s:g}; give it longer",
+                {"index": len(results)},
+            )
+        if self.cgroup.oom_kills():
+            return EnvletError(
+                errors.INIT_FAILED,
+                f"{running} was killed: {self._limits.memory_bytes} bytes of memory were not enough; ask for more",
+                {"index": len(results), "state": "oom"},
+            )
+        reason = self._reports.failure or "pid 1 ended without saying why"
+        return EnvletError(errors.RUNTIME_FAILED, f"{running} could not be run: {reason}")
+
+    # Life
+
+    async def supervise(self) -> None:
+        """Watches a ready environment until nothing of it is left, or it failed and waits for its deletion."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_init)
+            nursery.start_soon(self._watch_expiry)
+            await self._ending.wait()
+            nursery.cancel_scope.cancel()
+        if self.state in ("deleting", "deleted"):
+            return
+        with trio.CancelScope(shield=True):
+            await self._end_failed(remove=self.state == "expired")
+        if self.state == "expired":
+            return
+        with trio.move_on_at(self._expires_s) as scope:
+            await self._removed.wait()
+        if scope.cancelled_caught:
+            with trio.CancelScope(shield=True):
+                await self._end_failed(remove=True)
+
+    async def _end_failed(self, remove: bool) -> None:
+        """After a failure: processes end now; the rest only if it is to be removed. What cannot be done is in the
+        cause.
+        """
+        async with self._removal:
+            if self.is_removed:
+                return
+            try:
+                await self._stop_processes()
+                if remove:
+                    await self._quiet(needs_processes_only=False)
+                    await self._remove_files()
+            except (CgroupError, EnvletError, OSError) as error:
+                log.error("environment %s: %s", self.id, error)
+                self.cause = f"{self.cause}; then: {error}"
+
+    async def _watch_init(self) -> None:
+        assert self._init_pidfd is not None
+        await processes.wait_exit(self._init_pidfd)
+        if self.cgroup.oom_kills():
+            self.fail("oom", f"pid 1 was killed: {self._limits.memory_bytes} bytes of memory were not enough")
+        else:
+            self.fail("killed", "pid 1 ended: something killed it, from inside or outside")
+
+    async def _watch_expiry(self) -> None:
+        await trio.sleep_until(self._expires_s)
+        self.fail("expired", f"its ttl_s of {self._request.ttl_s:g} is over")
+
+    async def exec(self, request: ExecRequest, stdio: Sequence[int], on_terminal: Callable[[int], Awaitable[None]]) -> ExecResult:
+        """Runs a command. Raises EnvletError."""
+        self._require(frozenset(("ready",)))
+        async with self._activity(needs_processes=True):
+            user = self._user
+            if request.user is not None:
+                user = await trio.to_thread.run_sync(self._find_user, request.user)
+            self._commands += 1
+            number = self._commands
+            workdir = request.workdir or self._workdir
+            env = bundle.merge_env((self._env,), request.env)
+            argv = [bundle.INIT_PATH, "run", str(bundle.CONTROL_FD), workdir, "--", *request.argv]
+            console = self._node.config.console_dir / f"{time.monotonic_ns() % 10**10}.sock" if request.tty else None
+            command = Command(
+                container_id=self.id,
+                process=bundle.process_config(argv, env, "/", user, terminal=request.tty, open_files=self._node.open_files),
+                directory=self._bundle,
+                name=f"exec-{number}",
+                console_path=console,
+                timeout_s=request.timeout_s,
+                output_limit_bytes=request.output_limit_bytes,
+            )
+            kills_before = self.cgroup.oom_kills()
+            try:
+                outcome = await execute(self._node.runtime, command, stdio, self._node.null_fd, on_terminal)
+            except (EnvletError, OSError):
+                await self._settle()
+                raise
+            await self._judge(outcome, kills_before)
+            return outcome.result
+        raise self.ended_error()
+
+    async def _settle(self) -> None:
+        """Gives the watcher of pid 1 the moment it needs: if the environment is ending, this is cancelled."""
+        await trio.sleep(_LOST_WRAPPER_GRACE_S)
+
+    async def _judge(self, outcome: Outcome, kills_before: int) -> None:
+        """Whether what killed the command ends the environment, too."""
+        if outcome.result.timed_out:
+            return
+        died = outcome.lost or outcome.result.exit_code == 137
+        if died and self.cgroup.oom_kills() > kills_before:
+            self.fail("oom", f"a command was killed: {self._limits.memory_bytes} bytes of memory were not enough")
+            raise self.ended_error()
+        if outcome.lost:
+            await self._settle()
+
+    async def diff(self, out_fd: int) -> DiffResult:
+        """Writes the diff as a tar to a borrowed descriptor. Raises EnvletError."""
+        self._require((FAILURES - {"expired"}) | {"ready"})
+        async with self._activity(needs_processes=False), self._freezing:
+            frozen = self.state == "ready"
+            try:
+                if frozen:
+                    await self.cgroup.freeze(True)
+                return await trio.to_thread.run_sync(self._write_diff, out_fd)
+            except (OSError, CgroupError) as error:
+                if self._ending.is_set():
+                    await trio.lowlevel.checkpoint()
+                raise EnvletError(errors.DIFF_FAILED, f"the diff could not be written: {error}") from error
+            finally:
+                if frozen and self.cgroup.exists():
+                    with trio.CancelScope(shield=True), contextlib.suppress(CgroupError, FileNotFoundError):
+                        await self.cgroup.freeze(False)
+        raise self.ended_error()
+
+    def _write_diff(self, out_fd: int) -> DiffResult:
+        assert self._mounted is not None
+        out = CancellableFile(out_fd, trio.from_thread.check_cancelled)
+        return diff.write_diff(diff.walk_changes(self._upper, self._mounted.path, self._marks), out)
+
+    # The end
+
+    async def remove(self) -> None:
+        """Ends and removes all that is there of it. Idempotent; not to be cancelled by its caller's end.
+
+        Raises EnvletError(CLEANUP_FAILED), which names what is left; then it can be called again.
+        """
+        with trio.CancelScope(shield=True):
+            async with self._removal:
+                if self.state == "deleted":
+                    return
+                self._move("deleting")
+                self._ending.set()
+                for scope in list(self._activities):
+                    scope.cancel()
+                try:
+                    if not self.is_removed:
+                        await self._stop_processes()
+                        await self._quiet(needs_processes_only=False)
+                        await self._remove_files()
+                except (CgroupError, EnvletError, OSError) as error:
+                    self._move("error", f"cleanup: {error}")
+                    raise EnvletError(errors.CLEANUP_FAILED, f"{self.id} is not removed: {error}; delete it again") from error
+                self._move("deleted")
+
+    async def _quiet(self, needs_processes_only: bool) -> None:
+        """Returns when no activity uses the environment any more. They have been cancelled."""
+        for scope, needs_processes in list(self._activities.items()):
+            if needs_processes or not needs_processes_only:
+                scope.cancel()
+        async with self._activity_ended:
+            while any(needs or not needs_processes_only for needs in self._activities.values()):
+                await self._activity_ended.wait()
+
+    async def _stop_processes(self) -> None:
+        if self.cgroup.exists():
+            await self.cgroup.kill()
+        if self._init_pidfd is not None:
+            await processes.wait_exit(self._init_pidfd)
+            processes.reap(self._init_pidfd)
+            os.close(self._init_pidfd)
+            self._init_pidfd = None
+        await self._node.runtime.delete(self.id, self._bundle / "delete.log", self._node.null_fd)
+        await self.cgroup.remove()
+
+    async def _remove_files(self) -> None:
+        await self._unmount()
+        await trio.to_thread.run_sync(remove_directories, self._bundle, self._directory)
+        if self._mounted is not None and not self.is_removed:
+            await self._node.plans.release(self._plan.layers)
+        self._removed.set()
+
+    async def _unmount(self) -> None:
+        """Not lazily: a lazy unmount succeeds while something still uses the root, and then nothing is proven."""
+        deadline_s = trio.current_time() + _UNMOUNT_DEADLINE_S
+        while True:
+            try:
+                await trio.to_thread.run_sync(overlay.unmount, self._root)
+                return
+            except OSError as error:
+                if error.errno != errno.EBUSY or trio.current_time() > deadline_s:
+                    raise
+            await trio.sleep(0.01)
+
+
+def remove_directories(*directories: Path) -> None:
+    """Removes the trees; fine where there is none. Blocks. Raises OSError."""
+    for directory in directories:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(directory)

@@ -1,0 +1,85 @@
+"""Which plans the data plane serves, and for how many environments: kept a while when unused, so that the next one
+starts warm.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import attrs
+import trio
+
+from envlet import errors
+from envlet.errors import EnvletError
+from envlet.ports import DataPlane, LayerRef, MountedPlan
+
+log = logging.getLogger("envlet")
+
+
+@attrs.define(eq=False)
+class _Entry:
+    users: int = 0
+    plan: MountedPlan | None = None
+    lock: trio.Lock = attrs.field(factory=trio.Lock)
+    last_use: int = 0
+
+
+class MountedPlans:
+    """Counts the users of each plan. Keyed by the ordered layers, as the data plane's own plans are."""
+
+    def __init__(self, data_plane: DataPlane, max_unused: int = 64) -> None:
+        self._data_plane = data_plane
+        self._max_unused = max_unused
+        self._entries: dict[tuple[str, ...], _Entry] = {}
+        self._clock = 0
+        self._failed_removals = 0
+
+    def statistics(self) -> dict[str, int]:
+        used = sum(entry.users > 0 for entry in self._entries.values())
+        return {"used": used, "unused": len(self._entries) - used, "unused_max": self._max_unused, "failed_removals": self._failed_removals}
+
+    async def acquire(self, layers: Sequence[LayerRef]) -> MountedPlan:
+        """The plan, for one more user. Raises EnvletError(MOUNT_FAILED) or what the data plane raises."""
+        if not layers:
+            raise EnvletError(errors.MOUNT_FAILED, "the groups have no layers; push one with a layer first")
+        key = tuple(layer.digest for layer in layers)
+        entry = self._entries.setdefault(key, _Entry())
+        entry.users += 1
+        try:
+            async with entry.lock:
+                if entry.plan is None:
+                    entry.plan = await self._data_plane.add_plan(layers)
+                return entry.plan
+        except BaseException:
+            entry.users -= 1
+            if entry.users == 0 and entry.plan is None:
+                self._entries.pop(key, None)
+            raise
+
+    async def release(self, layers: Sequence[LayerRef]) -> None:
+        """One user less."""
+        entry = self._entries[tuple(layer.digest for layer in layers)]
+        entry.users -= 1
+        self._clock += 1
+        entry.last_use = self._clock
+        await self._shrink(self._max_unused)
+
+    async def close(self) -> None:
+        """Removes every plan that nobody uses."""
+        await self._shrink(0)
+
+    async def _shrink(self, keep: int) -> None:
+        unused = sorted((entry.last_use, key) for key, entry in self._entries.items() if entry.users == 0)
+        for _, key in unused[: max(0, len(unused) - keep)]:
+            entry = self._entries.get(key)
+            if entry is None:
+                continue
+            async with entry.lock:
+                if entry.users == 0 and entry.plan is not None:
+                    plan, entry.plan = entry.plan, None
+                    try:
+                        await self._data_plane.remove_plan(plan.plan_id)
+                    except EnvletError as error:  # it goes with the data plane; no environment is worse for it
+                        self._failed_removals += 1
+                        log.error("plan %s is still served: %s", plan.plan_id, error)
+                if entry.users == 0:
+                    self._entries.pop(key, None)

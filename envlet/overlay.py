@@ -1,0 +1,62 @@
+"""The root of an environment: one overlay mount over the plan's directory.
+
+`index`, `redirect_dir` and `metacopy` are off so that the upper directory says by itself what changed: a renamed
+lower directory is a copy (the kernel answers EXDEV and mv copies), a changed mode copies the file. `env.diff` depends
+on it. `nodev` because a root needs no devices: /dev is a filesystem of its own.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from envlet import syscalls
+
+XATTR_PREFIX = "trusted.overlay."
+OPAQUE_XATTR = "trusted.overlay.opaque"
+
+
+def escape_option(path: Path, also: str = "") -> str:
+    """A path as a value in overlayfs' option string. `also`: further characters to escape (':' in lowerdir)."""
+    text = str(path)
+    for special in "\\," + also:
+        text = text.replace(special, "\\" + special)
+    return text
+
+
+def mount_options(lower: Path, upper: Path, work: Path) -> str:
+    """The option string. Raises ValueError where it does not fit the page that mount(2) takes."""
+    options = (
+        f"lowerdir={escape_option(lower, ':')},upperdir={escape_option(upper)},workdir={escape_option(work)},"
+        "index=off,xino=auto,redirect_dir=off,metacopy=off"
+    )
+    if len(os.fsencode(options)) >= 4096:
+        raise ValueError(f"overlay options of {len(options)} bytes, 4095 at most; use shorter state and run directories")
+    return options
+
+
+def mount(lower: Path, upper: Path, work: Path, target: Path) -> None:
+    """Mounts the overlay. All four directories exist. Raises OSError or ValueError."""
+    syscalls.mount("overlay", str(target), "overlay", syscalls.MS_NODEV, mount_options(lower, upper, work))
+
+
+def unmount(target: Path) -> None:
+    """Unmounts it; fine if nothing is mounted there. Raises OSError: EBUSY while something uses it."""
+    try:
+        syscalls.umount(str(target))
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOENT):
+            raise
+
+
+def copy_metadata(source: Path, target: Path) -> None:
+    """Gives the directory `target` the owner, mode, attributes and times of `source`: the upper directory is the root
+    that one sees.
+    """
+    status = os.lstat(source)
+    os.chown(target, status.st_uid, status.st_gid)
+    os.chmod(target, stat.S_IMODE(status.st_mode))
+    for name in os.listxattr(source):
+        if not name.startswith(XATTR_PREFIX):
+            os.setxattr(target, name, os.getxattr(source, name))
+    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))

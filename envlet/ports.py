@@ -1,0 +1,100 @@
+"""What envlet needs of the registry and of the data plane: the two interfaces that are implemented elsewhere, and
+their values.
+
+Neither implementation is imported by the daemon: `serve` receives them. So the control plane is tested against an
+unpacked directory, and the data plane without a daemon.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
+import trio
+
+
+@attrs.frozen
+class LayerRef:
+    """What the data plane must know to serve one layer."""
+
+    digest: str
+    """Of the blob, `sha256:…`."""
+    size_bytes: int
+    """Of the blob."""
+    source: str
+    """Where the blob is: `oci:/abs/dir` or `http(s)://host:port/repo`."""
+    toc_offset: int | None
+    toc_size_bytes: int | None
+    toc_digest: str | None
+    """None in the three: the manifest does not say; read the footer."""
+    toc_raw_size_bytes: int | None = None
+    """After decompression; None: as the frame itself says."""
+
+
+@attrs.frozen
+class ResolvedGroup:
+    """A layer group as its reference resolved, once."""
+
+    reference: str
+    """As it was given, with the digest: `REF@sha256:…`."""
+    digest: str
+    """Of the manifest."""
+    role: str | None
+    """base, task, harness or evaluator: an annotation of the manifest."""
+    layers: tuple[LayerRef, ...]
+    """Base first."""
+    env: tuple[str, ...]
+    """`NAME=value`, of the image configuration, as are the next two."""
+    workdir: str | None
+    user: str | None
+
+
+@attrs.frozen
+class MountedPlan:
+    """A plan that the data plane serves."""
+
+    plan_id: str
+    path: Path
+    """The lower directory, valid in the daemon's mount namespace."""
+    content_bytes: int
+    """Of all regular files of the plan."""
+    entries: int
+
+
+@attrs.frozen
+class Fault:
+    """A read that ended with EIO, because its chunk could not be had."""
+
+    pid: int
+    """Of the reader, in the daemon's pid namespace."""
+    layer: str
+    chunk: int
+    error: str
+
+
+class Resolver(Protocol):
+    """References to layer groups."""
+
+    def resolve(self, reference: str) -> ResolvedGroup:
+        """Blocks for as long as the registry takes: called in a thread. Raises the errors of `registry`."""
+        ...
+
+
+class DataPlane(Protocol):
+    """The one FUSE mount of the node, seen from the control plane."""
+
+    async def add_plan(self, layers: Sequence[LayerRef]) -> MountedPlan:
+        """Serves the layers (base first) as one tree. Idempotent; cheap for a plan that is known."""
+        ...
+
+    async def remove_plan(self, plan_id: str) -> None:
+        """Stops serving a plan that no environment uses."""
+        ...
+
+    async def statistics(self) -> dict[str, Any]:
+        """Figures for `node.info`, as JSON can say them."""
+        ...
+
+    def faults(self) -> trio.MemoryReceiveChannel[Fault]:
+        """Every fault from now on."""
+        ...

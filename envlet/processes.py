@@ -1,0 +1,87 @@
+"""Starting programs and waiting for processes, without a thread for each.
+
+posix_spawn instead of subprocess: it does not copy the daemon's page tables, and it puts descriptors exactly where
+they are wanted (an OCI runtime hands on descriptor 3, not any number). A process is waited for through its pidfd. The
+daemon is a child subreaper: what the runtime leaves behind (pid 1 of an environment, the wrapper of a command)
+becomes its child, so that nothing stays a zombie on machines whose own pid 1 does not reap. Only processes that we
+know are reaped, never any child: others may have theirs here.
+"""
+
+import contextlib
+import fcntl
+import os
+import signal
+from collections.abc import Mapping
+
+import trio
+
+PROGRAM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_DEFAULT_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ)
+
+
+def seal_descriptors() -> None:
+    """Keeps what this process inherited above stderr from its children: a descriptor of the machine has no place in
+    an environment.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            with contextlib.suppress(OSError):  # the one of listdir itself
+                os.set_inheritable(int(name), False)
+
+
+def spawn(argv: list[str], descriptors: Mapping[int, int]) -> int:
+    """Starts a program with these descriptors (number there: number here) and no others; its pid. Raises OSError.
+
+    The numbers here must not be below 3 unless they stay what they are, which holds for a daemon whose 0–2 are open.
+    """
+    # In ascending order a source is never overwritten before its turn: targets are 0..n, and what is open here is above
+    # them or is moved out of their way first.
+    moved: list[int] = []
+    try:
+        actions: list[tuple[int, int, int]] = []
+        for target, source in sorted(descriptors.items()):
+            if source <= max(descriptors) and source != target:
+                source = _above(source, max(descriptors))
+                moved.append(source)
+            actions.append((os.POSIX_SPAWN_DUP2, source, target))
+        environment = {"PATH": PROGRAM_PATH}
+        return os.posix_spawn(argv[0], argv, environment, file_actions=actions, setpgroup=0, setsigmask=(), setsigdef=_DEFAULT_SIGNALS)
+    finally:
+        for fd in moved:
+            os.close(fd)
+
+
+def _above(fd: int, lowest: int) -> int:
+    """A duplicate whose number is above `lowest`."""
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest + 1)
+
+
+async def wait_exit(pidfd: int) -> None:
+    """Returns when the process has ended. It can be anybody's."""
+    await trio.lowlevel.wait_readable(pidfd)
+
+
+def reap(pidfd: int) -> int | None:
+    """Takes the status of a child that has ended: its exit code, or minus the signal; None if it is not ours to reap."""
+    with contextlib.suppress(ChildProcessError):
+        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+        if result is not None:
+            return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+    return None
+
+
+async def run(argv: list[str], descriptors: Mapping[int, int]) -> int:
+    """Runs a program to its end: exit code, or minus the signal. Cancelled, it still waits: the programs run so are
+    short, and one that is left alone would make things that nobody removes.
+    """
+    pid = spawn(argv, descriptors)
+    pidfd = os.pidfd_open(pid)
+    try:
+        with trio.CancelScope(shield=True):
+            await wait_exit(pidfd)
+        status = reap(pidfd)
+    finally:
+        os.close(pidfd)
+    if status is None:
+        raise ChildProcessError(f"the status of {argv[0]} (pid {pid}) was taken by somebody else")
+    return status

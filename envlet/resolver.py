@@ -1,0 +1,37 @@
+"""References through the registry package: what `ports.Resolver` asks for."""
+
+from __future__ import annotations
+
+from envlet.ports import LayerRef, ResolvedGroup
+from registry import Credentials, resolve_group
+
+
+class RegistryResolver:
+    """Resolves with one set of credentials. Thread-safe: nothing is kept between calls."""
+
+    def __init__(self, credentials: Credentials | None) -> None:
+        self._credentials = credentials
+
+    def resolve(self, reference: str) -> ResolvedGroup:
+        """Blocks for as long as the registry takes. RegistryError."""
+        group = resolve_group(reference, credentials=self._credentials)
+        return ResolvedGroup(
+            reference=group.reference,
+            digest=group.digest,
+            role=group.role,
+            layers=tuple(
+                LayerRef(
+                    digest=layer.digest,
+                    size_bytes=layer.size_bytes,
+                    source=group.source,
+                    toc_offset=layer.toc_offset,
+                    toc_size_bytes=layer.toc_size_bytes,
+                    toc_digest=layer.toc_digest,
+                    toc_raw_size_bytes=layer.toc_raw_size_bytes,
+                )
+                for layer in group.layers
+            ),
+            env=group.config.env,
+            workdir=group.config.workdir,
+            user=group.config.user,
+        )

@@ -1,0 +1,49 @@
+"""The seekable layer: encode, decode (slow reference), chunking, tar and directory import, tar export. Pure: bytes in, bytes out."""
+
+from .convert import ConvertReport, Progress, convert
+from .decoder import Layer, Problem, decode_chunk, open_toc
+from .encoder import DEFAULT_LEVEL, EncodeReport, encode
+from .errors import FormatError, LayerError, SourceError, UnsupportedEntry, printable
+from .model import Data, Entry, Kind
+from .sources import open_source
+from .spec import DEFAULT_CHUNK_SIZE
+from .tarreader import read_tar
+from .tarwriter import TarWriter
+from .toc import Chunk, Dirent, Extent, Footer, Header, Inode, Toc, decode_footer
+from .totar import export_tar
+from .tree import LayerTree
+
+__all__ = [
+    "DEFAULT_CHUNK_SIZE",
+    "DEFAULT_LEVEL",
+    "Chunk",
+    "ConvertReport",
+    "Data",
+    "Dirent",
+    "EncodeReport",
+    "Entry",
+    "Extent",
+    "Footer",
+    "FormatError",
+    "Header",
+    "Inode",
+    "Kind",
+    "Layer",
+    "LayerError",
+    "LayerTree",
+    "Problem",
+    "Progress",
+    "SourceError",
+    "TarWriter",
+    "Toc",
+    "UnsupportedEntry",
+    "convert",
+    "decode_chunk",
+    "decode_footer",
+    "encode",
+    "export_tar",
+    "open_source",
+    "open_toc",
+    "printable",
+    "read_tar",
+]

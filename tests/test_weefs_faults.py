@@ -1,0 +1,252 @@
+"""Misses through a real mount: single flight, damage, loss, interruption, bounds, and what survives in the cache."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerformat import Entry, Kind
+from strategies import Member, encode_layer, make_content
+from weefs import core
+from weefs.cachedir import boot_id
+from weefs_harness import MountedCore, faithful, mounted_core
+
+CHUNK = 8192
+CONTENT = make_content(CHUNK * 6 + 100, 1, False)
+
+
+def layer_of(**files: bytes) -> bytes:
+    members = [Member(Entry(path=name.encode(), kind=Kind.REGULAR, mode=0o644, size=len(data)), data) for name, data in files.items()]
+    return encode_layer(members, chunk_size=CHUNK)
+
+
+@pytest.fixture
+def mounted() -> Iterator[MountedCore]:
+    with mounted_core(threads=4) as mounted:
+        yield mounted
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """For what has no event to wait for: a counter of the core."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not happen"
+        time.sleep(0.002)
+
+
+def in_threads(number: int, call: Callable[[], bytes]) -> list[bytes]:
+    results: list[bytes] = []
+    threads = [threading.Thread(target=lambda: results.append(call())) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_readers_of_one_chunk_fetch_it_once(mounted: MountedCore) -> None:
+    gate = threading.Event()
+
+    def gated(blob: bytes, miss: core.Miss) -> bytes:
+        gate.wait()
+        return faithful(blob, miss)
+
+    mounted.answer = gated
+    _slot, path = mounted.add_plan([layer_of(f=CONTENT[: CHUNK // 2], g=CONTENT[:100], h=CONTENT[:200])])
+    # Three files of one gathered chunk: their readers wait for the same flight, in requests of their own.
+    results: list[bytes] = []
+    threads = [threading.Thread(target=lambda name=name: results.append((path / name).read_bytes())) for name in ("f", "g", "h")]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: mounted.core.statistics()["pending"] == 3)
+    assert mounted.core.statistics()["in_flight"] == 1
+    gate.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(len, results)) == [100, 200, CHUNK // 2]
+    assert len(mounted.fetched) == 1
+
+
+@given(position=st.integers(0, 1 << 20), bit=st.integers(0, 7))
+def test_a_flipped_bit_gives_eio_and_then_the_right_bytes(position: int, bit: int) -> None:
+    with mounted_core() as mounted:
+        flips = {"left": 1}
+
+        def flip(blob: bytes, miss: core.Miss) -> bytes:
+            stored = bytearray(faithful(blob, miss))
+            if flips["left"]:
+                flips["left"] -= 1
+                stored[position % len(stored)] ^= 1 << bit
+            return bytes(stored)
+
+        mounted.answer = flip
+        _slot, path = mounted.add_plan([layer_of(f=make_content(5000, position, position % 2 == 0))])
+        with pytest.raises(OSError) as caught:
+            (path / "f").read_bytes()
+        assert caught.value.errno == errno.EIO
+        assert mounted.rejected
+        assert (path / "f").read_bytes() == make_content(5000, position, position % 2 == 0)
+
+
+@pytest.mark.parametrize("length", [0, 1, 100])
+def test_a_short_or_long_chunk_is_refused(mounted: MountedCore, length: int) -> None:
+    mounted.answer = lambda blob, miss: (faithful(blob, miss) + b"x")[:length] if length else faithful(blob, miss) + b"x"
+    _slot, path = mounted.add_plan([layer_of(f=CONTENT)])
+    with pytest.raises(OSError) as caught:
+        (path / "f").read_bytes()
+    assert caught.value.errno == errno.EIO
+    assert "stored bytes" in mounted.rejected[0]
+
+
+def test_a_lost_chunk_is_a_fault_of_its_reader_and_is_asked_for_again(mounted: MountedCore) -> None:
+    mounted.answer = lambda _blob, _miss: errno.ETIMEDOUT
+    _slot, path = mounted.add_plan([layer_of(f=CONTENT, g=CONTENT)])
+    program = "import sys\ntry:\n open(sys.argv[1], 'rb').read()\nexcept OSError as error:\n print(error.errno)"
+    process = subprocess.Popen([sys.executable, "-c", program, path / "f"], stdout=subprocess.PIPE, text=True)
+    output, _ = process.communicate()
+    assert output.strip() == str(errno.EIO)
+    wait_until(lambda: bool(mounted.faults))
+    assert {fault.pid for fault in mounted.faults} == {process.pid}
+    assert {fault.error for fault in mounted.faults} == {errno.ETIMEDOUT}
+    mounted.answer = faithful
+    assert (path / "f").read_bytes() == CONTENT
+    assert mounted.core.statistics()["pending"] == mounted.core.statistics()["in_flight"] == 0
+
+
+def test_a_killed_reader_leaves_its_wait_and_its_chunk_arrives_all_the_same(mounted: MountedCore) -> None:
+    gate = threading.Event()
+
+    def gated(blob: bytes, miss: core.Miss) -> bytes:
+        gate.wait()
+        return faithful(blob, miss)
+
+    mounted.answer = gated
+    _slot, path = mounted.add_plan([layer_of(f=CONTENT)])
+    process = subprocess.Popen(["cat", path / "f"], stdout=subprocess.DEVNULL)
+    wait_until(lambda: mounted.core.statistics()["pending"] > 0)
+    process.send_signal(signal.SIGKILL)
+    process.wait()  # it would stay in D for ever if its request were not answered
+    gate.set()
+    assert (path / "f").read_bytes() == CONTENT
+    assert mounted.core.statistics()["reads_interrupted"] > 0
+    wait_until(lambda: mounted.core.statistics()["pending"] == 0)
+
+
+def test_more_waiting_reads_than_the_bound_all_complete() -> None:
+    with mounted_core(threads=2, max_pending=2) as mounted:
+        blob = layer_of(**{f"f{i}": make_content(CHUNK, i, False) for i in range(24)})
+        _slot, path = mounted.add_plan([blob])
+        results: dict[int, bytes] = {}
+        threads = [threading.Thread(target=lambda i=i: results.update({i: (path / f"f{i}").read_bytes()})) for i in range(24)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == {i: make_content(CHUNK, i, False) for i in range(24)}
+
+
+def test_a_claimed_chunk_is_nobody_elses_until_it_is_published(mounted: MountedCore) -> None:
+    blob = layer_of(f=CONTENT)
+    layer = mounted.add_layer(blob)
+    miss = mounted.core.claim(layer, core.ChunkIndex(0))
+    assert miss is not None
+    assert mounted.core.claim(layer, core.ChunkIndex(0)) is None
+    mounted.core.publish(layer, miss.chunk, faithful(blob, miss))
+    assert mounted.core.claim(layer, core.ChunkIndex(0)) is None
+    _slot, path = mounted.add_plan_of([layer])
+    with (path / "f").open("rb", buffering=0) as file:
+        assert file.read(10) == CONTENT[:10]
+    with pytest.raises(core.CoreError):
+        mounted.core.claim(layer, core.ChunkIndex(1000))
+
+
+def read_through(directory: Path, blob: bytes, boot: bytes) -> tuple[int, int]:
+    """Serves a cache directory once more; how many chunks it had, and how many a reader had to wait for."""
+    with mounted_core() as mounted:
+        before = core.Core()  # only to look into the map with another boot id
+        fds = []
+        if (directory / "toc").exists():
+            toc = (directory / "toc").read_bytes()
+            fds = [os.open(directory / name, os.O_RDWR) for name in ("toc", "data", "map")]
+            before.add_layer(fds[0], len(toc), fds[1], fds[2], boot)
+        before.close()
+        for fd in fds:
+            os.close(fd)
+        layer = mounted.add_layer(blob, directory)
+        had = mounted.core.layer_info(layer).present_chunks
+        _slot, path = mounted.add_plan_of([layer])
+        assert (path / "f").read_bytes() == CONTENT
+        return had, len(mounted.fetched)
+
+
+def test_the_cache_survives_a_process_and_not_a_boot(tmp_path: Path) -> None:
+    blob = layer_of(f=CONTENT)
+    assert read_through(tmp_path, blob, boot_id()) == (0, 7)
+    assert read_through(tmp_path, blob, boot_id()) == (7, 0)
+    assert read_through(tmp_path, blob, b"another boot id!") == (0, 7)
+
+
+def test_a_cache_file_of_another_size_is_not_believed(tmp_path: Path) -> None:
+    blob = layer_of(f=CONTENT)
+    read_through(tmp_path, blob, boot_id())
+    os.truncate(tmp_path / "data", 4096)
+    assert read_through(tmp_path, blob, boot_id()) == (0, 7)
+
+
+def test_a_removed_plan_is_gone_and_a_new_one_may_take_its_name(mounted: MountedCore) -> None:
+    one, two = (mounted.add_layer(layer_of(f=data)) for data in (b"one" * 2000, b"two" * 2000))
+    for _ in range(20):
+        for layer, data in ((one, b"one" * 2000), (two, b"two" * 2000)):
+            slot, _info = mounted.core.add_plan("plan", [layer])
+            assert os.listdir(mounted.mountpoint) == ["plan"]
+            assert (mounted.mountpoint / "plan/f").read_bytes() == data
+            mounted.core.remove_plan(slot)
+            assert os.listdir(mounted.mountpoint) == []
+            with pytest.raises(FileNotFoundError):
+                (mounted.mountpoint / "plan/f").read_bytes()
+
+
+def test_what_is_used_after_its_removal_is_stale_and_no_other_plans(mounted: MountedCore) -> None:
+    blob = encode_layer([Member(Entry(path=b"d", kind=Kind.DIRECTORY, mode=0o755)), Member(Entry(path=b"d/a", kind=Kind.SYMLINK, target=b"x"))])
+    slot, path = mounted.add_plan([blob])
+    fd = os.open(path / "d", os.O_RDONLY | os.O_DIRECTORY)
+    mounted.core.remove_plan(slot)
+    mounted.add_plan([layer_of(z=b"z")])
+    with pytest.raises(OSError) as caught:
+        os.listdir(fd)
+    assert caught.value.errno in (errno.ESTALE, errno.ENOENT)
+    os.close(fd)
+
+
+def test_writes_and_unknown_operations_are_refused(mounted: MountedCore) -> None:
+    _slot, path = mounted.add_plan([layer_of(f=b"data")])
+    for call in (lambda: (path / "f").write_bytes(b"x"), lambda: (path / "g").touch(), lambda: (path / "f").unlink(), lambda: (path / "f").chmod(0)):
+        with pytest.raises(OSError) as caught:
+            call()
+        assert caught.value.errno == errno.EROFS
+
+
+def test_overlay_attributes_of_a_layer_are_escaped_when_asked(tmp_path: Path) -> None:
+    entry = Entry(path=b"d", kind=Kind.DIRECTORY, mode=0o755, xattrs={b"trusted.overlay.opaque": b"y", b"user.overlay.x": b"1", b"trusted.y": b"2"})
+    blob = encode_layer([Member(entry)])
+    shown = {b"trusted.overlay.opaque": b"y", b"user.overlay.x": b"1", b"trusted.y": b"2"}
+    escaped = {b"trusted.overlay.overlay.opaque": b"y", b"user.overlay.x": b"1", b"trusted.y": b"2"}
+    for escape, expected in ((False, shown), (True, escaped)):
+        with mounted_core(escape=escape) as mounted:
+            _slot, path = mounted.add_plan([blob])
+            names = os.listxattr(path / "d")
+            assert {os.fsencode(name): os.getxattr(path / "d", name) for name in names} == expected
+            with pytest.raises(OSError) as caught:
+                os.getxattr(path / "d", "trusted.overlay.opaque" if escape else "trusted.overlay.overlay.opaque")
+            assert caught.value.errno == errno.ENODATA
