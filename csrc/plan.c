@@ -459,7 +459,8 @@ static int settle_links(struct builder *b)
 	uint32_t lower_links = plan->n_overrides;
 	size_t files_size = 0, overrides_size = b->overrides_size, n;
 
-	qsort(b->changes, b->n_changes, sizeof(*b->changes), compare_changes);
+	if (b->n_changes)
+		qsort(b->changes, b->n_changes, sizeof(*b->changes), compare_changes);
 	for (size_t i = 0; i < b->n_changes; i += n) {
 		uint64_t file = b->changes[i].file;
 		const struct toc_inode *inode = inode_of(plan, file);

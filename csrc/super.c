@@ -195,6 +195,12 @@ static uint64_t data_bytes(const struct object *object)
 	return bytes;
 }
 
+/* A symlink has all permission bits, as every filesystem of Linux gives it, whatever its layer says: nobody asks for them. */
+static uint32_t shown_mode(const struct toc_inode *inode)
+{
+	return S_ISLNK(inode->mode) ? S_IFLNK | 0777 : inode->mode;
+}
+
 void super_attr(const struct object *object, struct weefs_attr *ret_attr)
 {
 	const struct toc_inode *inode = object->inode;
@@ -205,7 +211,7 @@ void super_attr(const struct object *object, struct weefs_attr *ret_attr)
 		.blocks = (data_bytes(object) + 511) / 512,
 		.mtime_s = inode->mtime_s,
 		.mtime_ns = inode->mtime_ns,
-		.mode = inode->mode,
+		.mode = shown_mode(inode),
 		.nlink = object->nlink,
 		.uid = inode->uid,
 		.gid = inode->gid,

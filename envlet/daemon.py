@@ -73,6 +73,7 @@ class Daemon:
         self._live: dict[str, Environment] = {}
         self._remembered: OrderedDict[str, EnvironmentInfo] = OrderedDict()
         self._closing = False
+        self._data_plane_ended = False
         self._counts = Counter[str](created=0, failed_creations=0, removed=0, faults=0, faults_unassigned=0, execs=0)
 
     def _find(self, environment_id: str) -> Environment:
@@ -88,23 +89,32 @@ class Daemon:
                 {"id": environment_id, "state": past.state, "cause": past.cause},
             )
         raise EnvletError(
-            errors.NOT_FOUND, f"there is no environment {environment_id!r}; env.list has those of this node", {"id": environment_id}
+            errors.NOT_FOUND,
+            f"there is no environment {environment_id!r}; env.list has those of this node",
+            {"id": environment_id},
         )
 
     async def create(self, request: CreateRequest, descriptors: Sequence[int]) -> EnvironmentInfo:
         """env.create. Whatever ends it before its end, nothing is left."""
         if self._closing:
             raise EnvletError(errors.SHUTTING_DOWN, "the daemon is ending; ask another node")
+        if self._data_plane_ended:
+            raise EnvletError(
+                errors.MOUNT_FAILED, "the data-plane process has ended; restart the daemon or ask another node"
+            )
         if len(self._live) >= self._node.config.environments_max:
             raise EnvletError(
-                errors.CAPACITY, f"this node holds {len(self._live)} environments, its maximum; delete one or ask another node"
+                errors.CAPACITY,
+                f"this node holds {len(self._live)} environments, its maximum; delete one or ask another node",
             )
         begin_s = time.perf_counter()
         plan = await self._plans.resolve(request.groups, request.role)
         resolve_s = time.perf_counter() - begin_s
         environment_id = request.id or f"e{secrets.token_hex(6)}"
         if environment_id in self._live:
-            raise EnvletError(errors.EXISTS, f"there is an environment {environment_id!r} already; choose another id or none")
+            raise EnvletError(
+                errors.EXISTS, f"there is an environment {environment_id!r} already; choose another id or none"
+            )
         environment = self._live[environment_id] = Environment(self._node, environment_id, request, plan)
         self._remembered.pop(environment_id, None)
         try:
@@ -146,7 +156,9 @@ class Daemon:
     async def exec(self, request: ExecRequest, descriptors: Sequence[int], on_terminal: OnTerminal) -> ExecResult:
         """env.exec."""
         if request.tty and descriptors:
-            raise EnvletError(errors.DESCRIPTORS, "with tty the terminal is all three streams; hand over no descriptors")
+            raise EnvletError(
+                errors.DESCRIPTORS, "with tty the terminal is all three streams; hand over no descriptors"
+            )
         self._counts["execs"] += 1
         return await self._find(request.id).exec(request, descriptors, on_terminal)
 
@@ -210,6 +222,8 @@ class Daemon:
                 continue
             environment.fail("faulted", f"chunk {fault.chunk} of layer {fault.layer} could not be read: {fault.error}")
 
+        self._data_plane_ended = True
+        log.error("the data plane ended; environments are lost and no new ones can be made")
         for environment in self._live.values():
             environment.fail("lost", "the data plane ended; the files of the environment cannot be read any more")
 
@@ -318,7 +332,9 @@ async def _serve(
                 nursery.cancel_scope.cancel()
 
 
-async def _cancel_on_signal(scope: trio.CancelScope, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+async def _cancel_on_signal(
+    scope: trio.CancelScope, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         task_status.started()
         async for number in signals:
@@ -361,10 +377,14 @@ async def clean_up(config: NodeConfig, runtime: Runtime, layout: Layout, null_fd
             await runtime.delete(environment_id, config.run_dir / "cleanup.log", null_fd)
             await group.remove()
             directories = (config.runtime_dir, config.bundles_dir, config.uppers_dir)
-            await trio.to_thread.run_sync(remove_directories, *(directory / environment_id for directory in directories))
+            await trio.to_thread.run_sync(
+                remove_directories, *(directory / environment_id for directory in directories)
+            )
             log.warning("removed %s, which an earlier daemon left", environment_id)
         for socket_file in config.console_dir.iterdir():
             socket_file.unlink()
     except (CgroupError, OSError, EnvletError) as error:
-        raise EnvletError(errors.CLEANUP_FAILED, f"what an earlier daemon left could not be removed: {error}") from error
+        raise EnvletError(
+            errors.CLEANUP_FAILED, f"what an earlier daemon left could not be removed: {error}"
+        ) from error
     return left

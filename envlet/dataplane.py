@@ -5,8 +5,9 @@ The daemon is the keeper of the FUSE connection: it opens /dev/fuse, mounts, mak
 the process that serves, so that the connection outlives that process. It never opens anything on the mount itself:
 closing a file there could wait for a server that is gone.
 
-When the data plane dies, every call fails with DataPlaneLost and `lost` is set; the daemon then reports its
-environments as lost.
+When the data plane dies, every call fails with DataPlaneLost, the daemon reports its environments as lost, and the kept
+descriptors are closed: the kernel then ends every read that waits with an error. A successor on the same descriptors,
+which readers would not notice, is not built yet.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ class DataPlaneConfig:
 class WeefsDataPlane:
     """Implements `ports.DataPlane` on a weefs process. Made by `open_data_plane`."""
 
-    def __init__(self, config: DataPlaneConfig, stream: trio.SocketStream) -> None:
+    def __init__(self, config: DataPlaneConfig, stream: trio.SocketStream, fuse_fds: list[int]) -> None:
         self._config = config
+        self._fuse_fds = fuse_fds
         self._stream = stream
         self._ids = itertools.count(1)
         self._waiting: dict[int, tuple[trio.Event, list[protocol.Answer]]] = {}
@@ -88,9 +90,15 @@ class WeefsDataPlane:
             pass
         finally:
             self.lost.set()
+            self.close_descriptors()
             for event, _ in self._waiting.values():
                 event.set()
             self._fault_sender.close()
+
+    def close_descriptors(self) -> None:
+        """Gives up being the connection's keeper: without a serving process, it ends."""
+        while self._fuse_fds:
+            os.close(self._fuse_fds.pop())
 
     def _dispatch(self, message: protocol.Message) -> None:
         match message:
@@ -169,9 +177,11 @@ async def open_data_plane(config: DataPlaneConfig) -> AsyncIterator[WeefsDataPla
         ours, theirs = socket.socketpair()
         with theirs:
             command = _command(config, theirs.fileno(), fuse_fds)
-            process = await trio.lowlevel.open_process(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *fuse_fds])
+            process = await trio.lowlevel.open_process(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *fuse_fds]
+            )
         async with trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as stream, trio.open_nursery() as nursery:
-            plane = WeefsDataPlane(config, stream)
+            plane = WeefsDataPlane(config, stream, fuse_fds)
             nursery.start_soon(plane.receive)
             try:
                 await _wait_until_ready(plane, process)
@@ -181,8 +191,8 @@ async def open_data_plane(config: DataPlaneConfig) -> AsyncIterator[WeefsDataPla
                 await _end(process, config.mount_path)
     finally:
         _unmount(config.mount_path)
-        for fd in fuse_fds:
-            os.close(fd)
+        while fuse_fds:
+            os.close(fuse_fds.pop())
 
 
 async def _wait_until_ready(plane: WeefsDataPlane, process: trio.Process) -> None:
@@ -191,7 +201,9 @@ async def _wait_until_ready(plane: WeefsDataPlane, process: trio.Process) -> Non
         async def fail_when_lost() -> None:
             await plane.lost.wait()
             status = await process.wait()
-            raise DataPlaneError("error", f"the data-plane process ended with status {status} before it served; its reason is on stderr")
+            raise DataPlaneError(
+                "error", f"the data-plane process ended with status {status} before it served; its reason is on stderr"
+            )
 
         nursery.start_soon(fail_when_lost)
         await plane.ready.wait()

@@ -14,7 +14,8 @@ from envlet_harness import TableResolver, group
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envlet import apidoc, bundle, cgroups, errors, initproc, rpc, types
+from envlet import bundle, cgroups, errors, initproc, rpc, types
+from tools import apidoc
 from envlet.cgroups import Cgroup, CgroupError
 from envlet.config import NodeConfig
 from envlet.errors import EnvletError
@@ -112,7 +113,7 @@ def test_parameters_are_checked(field: str) -> None:
 @pytest.mark.parametrize(("name", "text"), [("api.md", apidoc.api_document()), ("errors.md", apidoc.errors_document())])
 def test_the_documents_are_current(name: str, text: str) -> None:
     path = Path(apidoc.__file__).parent.parent / "docs" / name
-    assert path.read_text() == text, f"run `python -m envlet.apidoc{' errors' if name == 'errors.md' else ''} > docs/{name}`"
+    assert path.read_text() == text, f"run `python -m tools.apidoc{' errors' if name == 'errors.md' else ''} > docs/{name}`"
 
 
 def test_the_api_document_names_every_method_field_and_error() -> None:

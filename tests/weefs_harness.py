@@ -1,4 +1,6 @@
-"""A core with a real mount and layers in memory or on disk behind it, without registry and daemon; and what a mounted tree looks like."""
+"""A core with a real mount and layers in memory or on disk behind it, without registry and daemon; and what a mounted
+tree looks like.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ from layerformat import Layer as LayerFile
 from layerformat import decode_footer
 from weefs import core
 from weefs.cachedir import boot_id
-from weefs.merge import Directory, File, View, link_count
+from weefs.merge import Directory, File, View, link_count, shown_mode
 
 FOOTER_SIZE = 80
 
 
 @attrs.frozen
 class Row:
-    """Everything that a mount shows of one path; `group` are all paths of the same inode (files with several names only)."""
+    """Everything that a mount shows of one path; `group` are all paths of the same inode (files with several names
+    only).
+    """
 
     mode: int
     uid: int
@@ -124,7 +128,10 @@ class MountedCore:
             self.core.fail(miss.layer, miss.chunk, error.errno or 5)
 
     def close(self) -> None:
-        subprocess.run(["umount", self.mountpoint], check=True)
+        if subprocess.run(["umount", self.mountpoint], capture_output=True).returncode:
+            # A test that failed left a reader: its requests are aborted, so that neither it nor this waits for ever.
+            subprocess.run(["umount", "--force", self.mountpoint], capture_output=True)
+            subprocess.run(["umount", "--lazy", self.mountpoint], capture_output=True)
         os.close(self._stop_write)
         self._thread.join()
         os.close(self._stop_read)
@@ -204,7 +211,7 @@ def _view_row(view: View, node: File | Directory, paths: dict[int, list[bytes]])
     inode, layer = node.inode, view.layers[node.layer]
     names = paths.get(id(node), [])
     return Row(
-        mode=inode.mode,
+        mode=shown_mode(node),
         uid=inode.uid,
         gid=inode.gid,
         mtime_ns=inode.total_mtime_ns,

@@ -37,7 +37,8 @@ def run_df(arguments: argparse.Namespace) -> int:
         output.print_json(result)
         return exits.OK
     row = (result["path"], result["layers"], output.size(sum(layer.disk_bytes for layer in layers)),
-           output.size(sum(layer.record.content_bytes for layer in layers)), f"{result['present_chunks']}/{result['chunks']}")  # fmt: skip
+           output.size(sum(layer.record.content_bytes for layer in layers)),
+           f"{result['present_chunks']}/{result['chunks']}")  # fmt: skip
     output.print_table(("CACHE", "LAYERS", "ON DISK", "CONTENTS", "CHUNKS"), [row])
     return exits.OK
 

@@ -1,7 +1,8 @@
-"""The command line `weenv`: which commands there are. Each module registers its own and is the only reader of their arguments.
+"""The command line `weenv`: which commands there are. Each module registers its own and is the only reader of their
+arguments.
 
-stdout is the result; progress and chatter go to stderr. Modules that are slow to import are imported by the command that needs them.
-"""
+stdout is the result; progress and chatter go to stderr. Modules that are slow to import are imported by the command
+that needs them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tools import cache_commands, env_commands, exits, group_commands, layer_com
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="weenv",
-        description="Environments for agentic reinforcement learning: composed from layer groups, mounted before their contents arrive.",
+        description="Environments for agentic reinforcement learning: composed from layer groups, mounted before their "
+        "contents arrive.",
         epilog="Exit status: 0 ok, 1 error, 2 usage, 3 not found, 4 authentication, 5 integrity, 6 capacity. "
         "References: oci:DIR:TAG (a local layout) or HOST[:PORT]/REPO[:TAG][@DIGEST] (a registry).",
     )
@@ -28,7 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> int:
     """Runs one command; returns its exit status."""
     parser = build_parser()
-    # What stands behind `--` is a command for an environment: none of it is an option of ours, wherever ours stand before it.
+    # What stands behind `--` is a command for an environment: none of it is an option of ours, wherever ours stand
+    # before it.
     ours, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
     arguments = parser.parse_args(ours)
     if command is not None:

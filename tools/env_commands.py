@@ -21,10 +21,16 @@ def register(commands: Any) -> None:
     sub = parser.add_subparsers(dest="env_command", required=True, metavar="COMMAND")
 
     create = sub.add_parser("create", help="make an environment; prints its id")
-    create.add_argument("--group", action="append", required=True, metavar="REF", help="a layer group; repeatable, base first")
-    create.add_argument("--init", action="append", default=[], metavar="CMD", help="a shell command at initialisation; repeatable")
+    create.add_argument(
+        "--group", action="append", required=True, metavar="REF", help="a layer group; repeatable, base first"
+    )
+    create.add_argument(
+        "--init", action="append", default=[], metavar="CMD", help="a shell command at initialisation; repeatable"
+    )
     create.add_argument("--role", choices=("execution", "evaluation"), default="execution")
-    create.add_argument("--apply", type=Path, metavar="DIFF", help="a diff of another environment, put in before the start")
+    create.add_argument(
+        "--apply", type=Path, metavar="DIFF", help="a diff of another environment, put in before the start"
+    )
     create.add_argument("--cpu", type=float, metavar="N", help="cores")
     create.add_argument("--memory", type=output.parse_size, metavar="SIZE")
     create.add_argument("--ttl", type=float, metavar="S", help="seconds until it ends by itself")
@@ -34,12 +40,17 @@ def register(commands: Any) -> None:
     add_socket(create)
     create.set_defaults(run=run_create)
 
-    execute = sub.add_parser("exec", help="run a command; its exit status is ours (125: the daemon's error, 126, 127 as docker, 124 timed out)")
+    execute = sub.add_parser(
+        "exec",
+        help="run a command; its exit status is ours (125: the daemon's error, 126, 127 as docker, 124 timed out)",
+    )
     execute.add_argument("id", metavar="ID")
     execute.add_argument("--workdir", metavar="D")
     execute.add_argument("--env", type=output.parse_variable, action="append", default=[], metavar="K=V")
     execute.add_argument("--user", metavar="USER[:GROUP]")
-    execute.add_argument("--timeout", type=float, metavar="S", help="after this the command and all that it started are killed")
+    execute.add_argument(
+        "--timeout", type=float, metavar="S", help="after this the command and all that it started are killed"
+    )
     execute.add_argument("-t", "--tty", action="store_true", help="on a terminal of its own")
     add_socket(execute)
     execute.add_argument("argv", nargs="*", metavar="-- CMD...")
@@ -118,12 +129,15 @@ def run_exec(arguments: argparse.Namespace) -> int:
     if not argv:
         raise exits.CommandError("expected a command behind --", exits.USAGE)
     options: dict[str, Any] = {
-        "workdir": arguments.workdir, "env": dict(arguments.env), "user": arguments.user, "timeout_s": arguments.timeout,
+        "workdir": arguments.workdir, "env": dict(arguments.env),
+        "user": arguments.user, "timeout_s": arguments.timeout,
     }  # fmt: skip
     try:
         with _client(arguments) as client:
             if arguments.tty:
-                result = run_on_terminal(lambda on_terminal: client.exec(arguments.id, argv, on_terminal=on_terminal, **options))
+                result = run_on_terminal(
+                    lambda on_terminal: client.exec(arguments.id, argv, on_terminal=on_terminal, **options)
+                )
             else:
                 sys.stdout.flush()
                 result = client.exec(arguments.id, argv, stdio=(0, 1, 2), **options)
@@ -149,7 +163,18 @@ def run_ls(arguments: argparse.Namespace) -> int:
     for env in environments:
         age = output.duration(time.time() - env.created_unix_s) if env.created_unix_s else ""
         top = env.groups[-1].split("@")[0] if env.groups else ""
-        rows.append((env.id, env.state, env.role, age, output.duration(env.timings.total_s), len(env.groups), top, env.cause or ""))
+        rows.append(
+            (
+                env.id,
+                env.state,
+                env.role,
+                age,
+                output.duration(env.timings.total_s),
+                len(env.groups),
+                top,
+                env.cause or "",
+            )
+        )
     output.print_table(("ID", "STATE", "ROLE", "AGE", "INIT", "GROUPS", "TOP", "CAUSE"), rows)
     return exits.OK
 
@@ -176,7 +201,9 @@ def run_diff(arguments: argparse.Namespace) -> int:
             unfinished.replace(arguments.output)
         finally:
             unfinished.unlink(missing_ok=True)
-    output.say(f"{result.entries} entries, {result.whiteouts} of them removals, {output.size(result.content_bytes)} of files")
+    output.say(
+        f"{result.entries} entries, {result.whiteouts} of them removals, {output.size(result.content_bytes)} of files"
+    )
     return exits.OK
 
 

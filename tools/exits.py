@@ -19,7 +19,10 @@ class CommandError(Exception):
 
 
 def guarded(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    """Runs a command; an error that somebody announced becomes a line and a status. Others keep their traceback: they are defects."""
+    """Runs a command; an error that somebody announced becomes a line and a status.
+
+    Others keep their traceback: they are defects.
+    """
     try:
         status = command(arguments)
         sys.stdout.flush()

@@ -22,13 +22,26 @@ def register(commands: Any) -> None:
     push = sub.add_parser("push", help="publish layers, base first, under a reference; prints REF@sha256:…")
     push.add_argument("reference", metavar="REF")
     source = push.add_mutually_exclusive_group(required=True)
-    source.add_argument("--layer", type=Path, action="append", default=[], metavar="FILE", help="a layer; repeatable, base first")
+    source.add_argument(
+        "--layer", type=Path, action="append", default=[], metavar="FILE", help="a layer; repeatable, base first"
+    )
     source.add_argument("--rootfs", type=Path, metavar="DIR", help="a directory, converted to one layer")
-    push.add_argument("--role", choices=("base", "task", "harness", "evaluator"), help="evaluator: refused in execution environments")
-    push.add_argument("--env", type=output.parse_variable, action="append", default=[], metavar="K=V", help="for the environment's processes")
+    push.add_argument(
+        "--role", choices=("base", "task", "harness", "evaluator"), help="evaluator: refused in execution environments"
+    )
+    push.add_argument(
+        "--env",
+        type=output.parse_variable,
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="for the environment's processes",
+    )
     push.add_argument("--workdir", metavar="D", help="where the environment's commands start")
     push.add_argument("--user", metavar="USER[:GROUP]", help="as whom they run")
-    push.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="workers of the conversion")
+    push.add_argument(
+        "-j", "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="workers of the conversion"
+    )
     push.set_defaults(run=run_push)
 
     resolve = sub.add_parser("resolve", help="a reference to its digest and layers")
@@ -52,7 +65,11 @@ def run_push(arguments: argparse.Namespace) -> int:
         layers = arguments.layer
         if arguments.rootfs is not None:
             layers = [_convert(arguments.rootfs, Path(scratch) / "rootfs.weenv", arguments.jobs)]
-        print(push_group(arguments.reference, layers, role=arguments.role, config=config, credentials=settings.credentials()))
+        print(
+            push_group(
+                arguments.reference, layers, role=arguments.role, config=config, credentials=settings.credentials()
+            )
+        )
     return exits.OK
 
 
@@ -60,12 +77,18 @@ def _convert(rootfs: Path, layer: Path, jobs: int) -> Path:
     from layerformat import convert
 
     if not rootfs.is_dir():
-        raise exits.CommandError(f"--rootfs {rootfs}: expected a directory; a tar goes through `weenv layer convert` and --layer", exits.USAGE)
+        raise exits.CommandError(
+            f"--rootfs {rootfs}: expected a directory; a tar goes through `weenv layer convert` and --layer",
+            exits.USAGE,
+        )
     with progress_bar() as progress:
         report = convert(rootfs, layer, jobs=jobs, progress=progress)
     for warning in report.warnings:
         output.say(f"weenv: {warning}")
-    output.say(f"{report.layer.entries} entries, {output.size(report.layer.content_size)} of files: {output.size(report.bytes_out)}")
+    output.say(
+        f"{report.layer.entries} entries, {output.size(report.layer.content_size)} of files: "
+        f"{output.size(report.bytes_out)}"
+    )
     return layer
 
 
@@ -115,7 +138,9 @@ def run_tree(arguments: argparse.Namespace) -> int:
         output.print_json(described)
         return exits.OK
     print(f"{group.reference}  {group.role or 'no role'}, {output.size(described['size_bytes'])}")
-    lines = [f"{name} {value}" for name, value in (("workdir", group.config.workdir), ("user", group.config.user)) if value]
+    lines = [
+        f"{name} {value}" for name, value in (("workdir", group.config.workdir), ("user", group.config.user)) if value
+    ]
     lines += [f"env {variable}" for variable in group.config.env]
     lines += [
         f"layer {layer.digest}  {output.size(layer.size_bytes)}"

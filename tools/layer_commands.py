@@ -27,9 +27,17 @@ def register(commands: Any) -> None:
     convert = sub.add_parser("convert", help="tar, tar.gz, tar.zst or a directory to a layer")
     convert.add_argument("src", metavar="SRC")
     convert.add_argument("dst", metavar="DST")
-    convert.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="workers (default: the cores)")
+    convert.add_argument(
+        "-j", "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="workers (default: the cores)"
+    )
     convert.add_argument("--level", type=int, default=3, metavar="L", help="of zstd, 1 to 19 (default 3)")
-    convert.add_argument("--chunk-size", type=output.parse_size, default=None, metavar="SIZE", help="a multiple of 4K, 64K to 256K make sense")
+    convert.add_argument(
+        "--chunk-size",
+        type=output.parse_size,
+        default=None,
+        metavar="SIZE",
+        help="a multiple of 4K, 64K to 256K make sense",
+    )
     output.add_format(convert)
     convert.set_defaults(run=run_convert)
 
@@ -68,7 +76,13 @@ def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn("{task.fields[entries]} entries"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.fields[entries]} entries"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("convert", entries=0, total=None)
 
@@ -85,24 +99,42 @@ def run_convert(arguments: argparse.Namespace) -> int:
         raise exits.CommandError(f"-j: expected 1 or more, received {arguments.jobs}", exits.USAGE)
     chunk_size = DEFAULT_CHUNK_SIZE if arguments.chunk_size is None else arguments.chunk_size
     if chunk_size % 4096 or not 4096 <= chunk_size <= 16 << 20:
-        raise exits.CommandError(f"--chunk-size: expected a multiple of 4,096 up to 16 MiB, received {chunk_size}", exits.USAGE)
+        raise exits.CommandError(
+            f"--chunk-size: expected a multiple of 4,096 up to 16 MiB, received {chunk_size}", exits.USAGE
+        )
     if not 1 <= arguments.level <= 19:
         raise exits.CommandError(f"--level: expected 1 to 19, received {arguments.level}", exits.USAGE)
     begin = time.perf_counter()
     with progress_bar() as progress:
-        report = convert(arguments.src, arguments.dst, jobs=arguments.jobs, level=arguments.level, chunk_size=chunk_size, progress=progress)
+        report = convert(
+            arguments.src,
+            arguments.dst,
+            jobs=arguments.jobs,
+            level=arguments.level,
+            chunk_size=chunk_size,
+            progress=progress,
+        )
     wall_s = time.perf_counter() - begin
     for warning in report.warnings:
         output.say(f"weenv: {warning}")
     if arguments.format == "json":
         layer = attrs.asdict(report.layer)
-        output.print_json({"source": report.source_kind, "bytes_in": report.bytes_in, "bytes_out": report.bytes_out, "wall_s": wall_s, **layer})
+        output.print_json(
+            {
+                "source": report.source_kind,
+                "bytes_in": report.bytes_in,
+                "bytes_out": report.bytes_out,
+                "wall_s": wall_s,
+                **layer,
+            }
+        )
         return exits.OK
     content = report.layer.content_size
     print(f"{report.layer.blob_digest}  {arguments.dst}")
     output.say(
-        f"{report.layer.entries} entries, {output.size(content)} of files in {report.layer.chunks} chunks: {output.size(report.bytes_out)} "
-        f"({output.share(report.bytes_out, content)}), metadata {output.size(report.layer.toc_size)}, {output.duration(wall_s)}"
+        f"{report.layer.entries} entries, {output.size(content)} of files in {report.layer.chunks} chunks: "
+        f"{output.size(report.bytes_out)} ({output.share(report.bytes_out, content)}), "
+        f"metadata {output.size(report.layer.toc_size)}, {output.duration(wall_s)}"
     )
     return exits.OK
 
@@ -112,7 +144,14 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
     with Layer.open(arguments.file) as layer:
         toc, footer = layer.toc, layer.footer
-        kinds = {"directories": 0, "files": 0, "symlinks": 0, "devices": 0, "fifos and sockets": 0, "links into lower layers": 0}
+        kinds = {
+            "directories": 0,
+            "files": 0,
+            "symlinks": 0,
+            "devices": 0,
+            "fifos and sockets": 0,
+            "links into lower layers": 0,
+        }
         for inode in toc.inodes:
             kinds[_kind(inode)] += 1
         names = len(toc.dirents)
@@ -236,7 +275,10 @@ def run_verify(arguments: argparse.Namespace) -> int:
         if problems:
             output.say(f"weenv: {arguments.file}: {len(problems)} of {len(layer.toc.chunks)} chunks are damaged")
             return exits.INTEGRITY
-        print(f"{arguments.file}: {len(layer.toc.chunks)} chunks, {output.size(layer.toc.header.content_size)} of files, all whole")
+        print(
+            f"{arguments.file}: {len(layer.toc.chunks)} chunks, {output.size(layer.toc.header.content_size)} of files, "
+            "all whole"
+        )
     return exits.OK
 
 

@@ -21,7 +21,9 @@ def register(commands: Any) -> None:
     parser = commands.add_parser("mount", help="mount groups lazily and read-only, without the daemon; ^C unmounts")
     parser.add_argument("groups", nargs="+", metavar="GROUP", help="references, base first")
     parser.add_argument("mountpoint", type=Path, metavar="MOUNTPOINT")
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="keep what was fetched here (default: a temporary directory)")
+    parser.add_argument(
+        "--cache", type=Path, metavar="DIR", help="keep what was fetched here (default: a temporary directory)"
+    )
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="FUSE threads")
     output.add_format(parser)
     parser.set_defaults(run=run)
@@ -68,7 +70,10 @@ async def _mount(arguments: argparse.Namespace, cache_path: Path) -> int:
         finally:
             for fd in descriptors:
                 os.close(fd)
-        output.say(f"mounted on {arguments.mountpoint}: {plan.entries} names, {output.size(plan.content_bytes)} of files; ^C unmounts")
+        output.say(
+            f"mounted on {arguments.mountpoint}: {plan.entries} names, {output.size(plan.content_bytes)} of files; "
+            "^C unmounts"
+        )
         await _serve_until_interrupted(plane, filesystem, arguments.mountpoint)
     finally:
         statistics = plane.statistics()
@@ -97,7 +102,7 @@ async def _serve_until_interrupted(plane: Any, filesystem: Core, mountpoint: Pat
             if not filesystem.ended:
                 await _unmount(mountpoint)
             while not filesystem.ended:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01)  # noqa: ASYNC110 - the FUSE threads set no event
             fetcher.cancel()
 
 
@@ -120,6 +125,7 @@ def _report(statistics: dict[str, Any], form: str) -> None:
     for digest, layer in statistics["layers"].items():
         output.say(
             f"{digest}: metadata {output.size(layer['metadata_bytes'])} in {layer['metadata_requests']} requests, "
-            f"contents {output.size(layer['bytes'])} of {output.size(layer['stored_bytes'])} ({output.share(layer['bytes'], layer['stored_bytes'])}) "
+            f"contents {output.size(layer['bytes'])} of {output.size(layer['stored_bytes'])} "
+            f"({output.share(layer['bytes'], layer['stored_bytes'])}) "
             f"in {layer['requests']}"
         )

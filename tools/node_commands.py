@@ -26,7 +26,9 @@ def register(commands: Any) -> None:
 
 
 def add_socket(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--socket", type=Path, metavar="PATH", help="of the daemon (default: $WEENV_SOCKET, /run/weenv/envlet.sock)")
+    parser.add_argument(
+        "--socket", type=Path, metavar="PATH", help="of the daemon (default: $WEENV_SOCKET, /run/weenv/envlet.sock)"
+    )
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -66,20 +68,16 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 async def _serve(config: Any, data_plane_config: Any) -> None:
     import trio
-    from envlet.resolver import RegistryResolver
 
     from envlet.daemon import serve
     from envlet.dataplane import DataPlaneLost, open_data_plane
+    from envlet.resolver import RegistryResolver
 
-    async with open_data_plane(data_plane_config) as plane, trio.open_nursery() as nursery:
-
-        async def fail_when_lost() -> None:
-            await plane.lost.wait()
-            raise DataPlaneLost
-
-        nursery.start_soon(fail_when_lost)
+    async with open_data_plane(data_plane_config) as plane:
         await serve(config, RegistryResolver(settings.credentials()), plane)
-        nursery.cancel_scope.cancel()
+        lost = plane.lost.is_set()
+    if lost:
+        raise DataPlaneLost
 
 
 def run_info(arguments: argparse.Namespace) -> int:
@@ -99,6 +97,10 @@ def run_info(arguments: argparse.Namespace) -> int:
     print(f"environments  {states} (at most {info['environments_max']})")
     print(f"plans         {plane['plans']}, layers {len(layers)}")
     print(f"fetched       {output.size(fetched)} of {output.size(stored)} ({output.share(fetched, stored)})")
-    requests = {name.removeprefix("requests_"): n for name, n in plane["fuse"].items() if name.startswith("requests_") and n}
-    print(f"fuse          {sum(requests.values())} requests: {', '.join(f'{name} {n}' for name, n in requests.items())}")
+    requests = {
+        name.removeprefix("requests_"): n for name, n in plane["fuse"].items() if name.startswith("requests_") and n
+    }
+    print(
+        f"fuse          {sum(requests.values())} requests: {', '.join(f'{name} {n}' for name, n in requests.items())}"
+    )
     return exits.OK

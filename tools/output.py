@@ -26,7 +26,10 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
     right = [bool(body) and all(re.match(r"^[\d.]", row[i]) for row in body if row[i]) for i in range(len(headers))]
     widths = [max(len(row[i]) for row in [list(headers), *body]) for i in range(len(headers))]
     for row in [list(headers), *body]:
-        cells = [cell.rjust(width) if to_right else cell.ljust(width) for cell, width, to_right in zip(row, widths, right, strict=True)]
+        cells = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ]
         print("  ".join(cells).rstrip())
 
 

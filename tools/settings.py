@@ -1,7 +1,7 @@
 """Environment variables and configuration files: read here and nowhere else.
 
-The node's configuration is TOML; every key has a default, and an unknown key is an error, since a mistyped limit must not become no limit.
-"""
+The node's configuration is TOML; every key has a default, and an unknown key is an error, since a mistyped limit must
+not become no limit."""
 
 from __future__ import annotations
 
@@ -91,7 +91,13 @@ def _value(name: str, value: Any, path: Path) -> Any:
         return Path(value)
     if name == "memory" and isinstance(value, str):
         return output.parse_size(value)
-    expected: tuple[type, ...] = (str,) if name in ("runtime", "cgroup_parent") else (int, float) if name in ("cpu", "chunk_deadline_s") else (int,)
+    expected: tuple[type, ...] = (
+        (str,)
+        if name in ("runtime", "cgroup_parent")
+        else (int, float)
+        if name in ("cpu", "chunk_deadline_s")
+        else (int,)
+    )
     if not isinstance(value, expected) or isinstance(value, bool):
         wanted = " or ".join(kind.__name__ for kind in expected) if name not in _PATHS else "a path"
         raise exits.CommandError(f"{path}: {name}: expected {wanted}, received {value!r}", exits.USAGE)

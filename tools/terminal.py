@@ -19,7 +19,9 @@ _COPY_BYTES = 1 << 16
 
 
 def run_on_terminal(run: Callable[[Callable[[int], None]], R]) -> R:
-    """Calls `run` with a function that takes the terminal's master, copies until the command's side closes, and returns what `run` returns."""
+    """Calls `run` with a function that takes the terminal's master, copies until the command's side closes, and
+    returns what `run` returns.
+    """
     threads: list[threading.Thread] = []
     stop_read, stop_write = os.pipe()
 
@@ -69,7 +71,9 @@ def _copy_window_size(master: int) -> None:
 
 
 def _copy(master: int, stop: int) -> None:
-    """stdin to the master, the master to stdout, until the other side of the terminal is closed or `stop` is, and all output has been shown."""
+    """stdin to the master, the master to stdout, until the other side of the terminal is closed or `stop` is, and
+    all output has been shown.
+    """
     sources = [master, stop, sys.stdin.fileno()]
     try:
         while True:

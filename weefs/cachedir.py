@@ -7,9 +7,9 @@
         data                            the logical stream, sparse
         map                             header and bitmap of the chunks that are present
 
-A layer's directory is made under another name and renamed when its TOC is verified, so that one that is there is whole. Everything in it can be had again:
-deleting a directory while nothing serves from the cache costs its transfer and nothing else.
-"""
+A layer's directory is made under another name and renamed when its TOC is verified, so that one that is there is whole.
+Everything in it can be had again: deleting a directory while nothing serves from the cache costs its transfer and
+nothing else."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ class CacheDirectory:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock_fd)
-            raise CacheError(f"{path}: another process serves from this cache; stop it or use another directory") from None
+            raise CacheError(
+                f"{path}: another process serves from this cache; stop it or use another directory"
+            ) from None
         cache = cls(path, lock_fd)
         cache._remove_unfinished()
         return cache

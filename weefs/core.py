@@ -1,8 +1,8 @@
 """The only door to the C core: typed, with errors as exceptions and nothing of cffi outside.
 
-Calls that may take long (a plan, a chunk's decompression and write) release the interpreter lock, as every cffi call does, so they may be made from a
-thread. The core never calls back into Python: misses and faults are taken from it when `miss_fd` is readable.
-"""
+Calls that may take long (a plan, a chunk's decompression and write) release the interpreter lock, as every cffi call
+does, so they may be made from a thread. The core never calls back into Python: misses and faults are taken from it when
+`miss_fd` is readable."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MAX_TAKEN = 1024
 """Misses or faults taken in one call."""
 
 FUSE_OPCODES = {
-    1: "lookup", 2: "forget", 3: "getattr", 5: "readlink", 14: "open", 15: "read", 17: "statfs", 18: "release", 22: "getxattr",
-    23: "listxattr", 26: "init", 27: "opendir", 28: "readdir", 29: "releasedir", 34: "access", 36: "interrupt", 38: "destroy",
-    42: "batch_forget", 44: "readdirplus", 46: "lseek", 52: "statx",
+    1: "lookup", 2: "forget", 3: "getattr", 5: "readlink", 14: "open", 15: "read", 17: "statfs", 18: "release", 
+    22: "getxattr", 23: "listxattr", 26: "init", 27: "opendir", 28: "readdir", 29: "releasedir", 34: "access", 36: "interrupt",
+    38: "destroy",     42: "batch_forget", 44: "readdirplus", 46: "lseek", 52: "statx",
 }  # fmt: skip
 """Names of the FUSE operations that a read-only mount sees (linux/fuse.h)."""
 
@@ -51,7 +51,9 @@ class Miss:
 
 @attrs.frozen
 class CoreFault:
-    """A READ answered with EIO; `pid` is the reader's (0: the kernel's own), `error` the errno that the fetch failed with."""
+    """A READ answered with EIO; `pid` is the reader's (0: the kernel's own), `error` the errno that the fetch
+    failed with.
+    """
 
     layer: LayerSlot
     chunk: ChunkIndex
@@ -77,7 +79,9 @@ class LayerInfo:
 
 @attrs.frozen
 class PlanInfo:
-    """Of a plan: names and bytes in its layers, directories that several layers have, files with a link count of their own."""
+    """Of a plan: names and bytes in its layers, directories that several layers have, files with a link count of
+    their own.
+    """
 
     entries: int
     content_size: int
@@ -116,7 +120,9 @@ def check_toc(toc: bytes) -> None:
 
 
 def mount(path: Path, *, source: str = "weefs", threads: int = 2) -> list[int]:
-    """Mounts weefs read-only on `path`; returns `threads` descriptors of /dev/fuse, the caller's to keep, hand over and close."""
+    """Mounts weefs read-only on `path`; returns `threads` descriptors of /dev/fuse, the caller's to keep, hand over
+    and close.
+    """
     error = ffi.new("struct weefs_error *")
     descriptors = ffi.new("int[]", threads)
     _check(lib.weefs_mount(os.fsencode(path), source.encode(), descriptors, threads, error), error, f"mount on {path}")
@@ -127,7 +133,9 @@ class Core:
     """One FUSE superblock. `close()` needs its mount to be gone, since it waits for the FUSE threads."""
 
     def __init__(self, *, max_pending: int = 8192, escape_overlay_xattrs: bool = True) -> None:
-        options = ffi.new("struct weefs_options *", {"max_pending": max_pending, "escape_overlay_xattrs": int(escape_overlay_xattrs)})
+        options = ffi.new(
+            "struct weefs_options *", {"max_pending": max_pending, "escape_overlay_xattrs": int(escape_overlay_xattrs)}
+        )
         made = ffi.new("struct weefs **")
         _check(lib.weefs_new(options, made), None, "weefs_new")
         self._weefs = made[0]
@@ -139,12 +147,17 @@ class Core:
         self._weefs = ffi.NULL
 
     def add_layer(self, toc_fd: int, toc_size: int, data_fd: int, map_fd: int, boot_id: bytes) -> LayerSlot:
-        """Adds a layer whose raw TOC, cache file and chunk map are open; the descriptors are duplicated. `boot_id`: 16 bytes."""
+        """Adds a layer whose raw TOC, cache file and chunk map are open; the descriptors are duplicated.
+
+        `boot_id`: 16 bytes.
+        """
         if len(boot_id) != 16:
             raise ValueError(f"boot_id: expected 16 bytes, received {len(boot_id)}")
         error = ffi.new("struct weefs_error *")
         slot = ffi.new("uint32_t *")
-        _check(lib.weefs_add_layer(self._weefs, toc_fd, toc_size, data_fd, map_fd, boot_id, slot, error), error, "layer")
+        _check(
+            lib.weefs_add_layer(self._weefs, toc_fd, toc_size, data_fd, map_fd, boot_id, slot, error), error, "layer"
+        )
         return LayerSlot(slot[0])
 
     def layer_info(self, layer: LayerSlot) -> LayerInfo:
@@ -157,7 +170,11 @@ class Core:
         error = ffi.new("struct weefs_error *")
         slot = ffi.new("uint32_t *")
         info = ffi.new("struct weefs_plan_info *")
-        _check(lib.weefs_add_plan(self._weefs, name.encode(), list(layers), len(layers), slot, info, error), error, f"plan {name}")
+        _check(
+            lib.weefs_add_plan(self._weefs, name.encode(), list(layers), len(layers), slot, info, error),
+            error,
+            f"plan {name}",
+        )
         return PlanSlot(slot[0]), PlanInfo(info.entries, info.content_size, info.merged_dirs, info.plan_specific)
 
     def remove_plan(self, plan: PlanSlot) -> None:
@@ -189,7 +206,8 @@ class Core:
     def take_faults(self) -> list[CoreFault]:
         n = lib.weefs_take_faults(self._weefs, self._faults, MAX_TAKEN)
         return [
-            CoreFault(LayerSlot(f.layer), ChunkIndex(f.chunk), f.pid, f.error) for f in (self._faults[i] for i in range(n))
+            CoreFault(LayerSlot(f.layer), ChunkIndex(f.chunk), f.pid, f.error)
+            for f in (self._faults[i] for i in range(n))
         ]
 
     def claim(self, layer: LayerSlot, chunk: ChunkIndex) -> Miss | None:
@@ -198,20 +216,38 @@ class Core:
         return _miss(miss) if _check(lib.weefs_claim(self._weefs, layer, chunk, miss), None, "claim") else None
 
     def publish(self, layer: LayerSlot, chunk: ChunkIndex, stored: bytes | memoryview) -> None:
-        """Verifies a chunk's stored bytes, writes it to the cache and answers its readers. DamagedError: it was not that chunk; its readers still wait."""
+        """Verifies a chunk's stored bytes, writes it to the cache and answers its readers.
+
+        DamagedError: it was not that chunk; its readers still wait.
+        """
         error = ffi.new("struct weefs_error *")
-        _check(lib.weefs_publish(self._weefs, layer, chunk, ffi.from_buffer(stored), len(stored), error), error, f"chunk {chunk}")
+        _check(
+            lib.weefs_publish(self._weefs, layer, chunk, ffi.from_buffer(stored), len(stored), error),
+            error,
+            f"chunk {chunk}",
+        )
 
     def fail(self, layer: LayerSlot, chunk: ChunkIndex, error: int) -> None:
         """Gives a chunk up: its readers get EIO. `error`: an errno, kept in the faults."""
         _check(lib.weefs_fail(self._weefs, layer, chunk, error), None, f"chunk {chunk}")
 
     def statistics(self) -> dict[str, int]:
-        """Counters since the start: `requests_<operation>`, bytes, reads, chunks; `pending` and `in_flight` are of now."""
+        """Counters since the start: `requests_<operation>`, bytes, reads, chunks; `pending` and `in_flight` are
+        of now.
+        """
         stats = ffi.new("struct weefs_statistics *")
         lib.weefs_get_statistics(self._weefs, stats)
         counted = {f"requests_{name}": int(stats.requests[opcode]) for opcode, name in FUSE_OPCODES.items()}
-        names = ("read_bytes", "reads_waited", "reads_failed", "reads_interrupted", "chunks_published", "chunks_rejected", "pending", "in_flight")
+        names = (
+            "read_bytes",
+            "reads_waited",
+            "reads_failed",
+            "reads_interrupted",
+            "chunks_published",
+            "chunks_rejected",
+            "pending",
+            "in_flight",
+        )
         return counted | {name: int(getattr(stats, name)) for name in names}
 
     def lookup(self, plan: PlanSlot, path: bytes) -> Attributes:

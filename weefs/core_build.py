@@ -1,4 +1,4 @@
-"""Builds `weefs._core`, the cffi extension around the C core; the declarations are the marked region of csrc/weefs.h."""
+"""Builds `weefs._core`, the cffi extension around the C core; declared by the marked region of csrc/weefs.h."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What can go wrong in the data plane, apart from what the C core (`core.CoreError`) and the registry say themselves."""
+"""What can go wrong in the data plane, apart from what the C core (`core.CoreError`) and the registry say."""
 
 
 class WeefsError(Exception):

@@ -1,8 +1,8 @@
 """What the node daemon and the data plane say to each other: one JSON object a line over a socket pair.
 
-A request has an `id`, a `method` and its parameters; the answer repeats the id and has either a `result` or an `error`. Events have neither. Both
-ends are ours and of one version, started together; the words in docs/api.md are for users, these are not.
-"""
+A request has an `id`, a `method` and its parameters; the answer repeats the id and has either a `result` or an `error`.
+Events have neither. Both ends are ours and of one version, started together; the words in docs/api.md are for users,
+these are not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ MAX_LINE_BYTES = 16 << 20
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer to serve. Sizes in bytes; the four `toc_*` are None when the manifest does not say: then the footer does."""
+    """A layer to serve.
+
+    Sizes in bytes; the four `toc_*` are None when the manifest does not say: then the footer does.
+    """
 
     digest: str
     size_bytes: int

@@ -1,8 +1,8 @@
-"""`make demo`: the main job on real input, from layers to a reward, by hand once and then 16 at once. Leaves nothing behind but its build directory.
+"""`make demo`: the main job on real input, from layers to a reward, by hand once and then 16 at once. Leaves nothing
+behind but its build directory.
 
-The first environment goes through the command line, each command shown as a user would type it. The 16 go through the client, in threads, so that what is
-timed is the daemon and not the start of 16 Python interpreters.
-"""
+The first environment goes through the command line, each command shown as a user would type it. The 16 go through the
+client, in threads, so that what is timed is the daemon and not the start of 16 Python interpreters."""
 
 from __future__ import annotations
 
@@ -72,14 +72,29 @@ def publish(build: Path) -> Published:
     shutil.rmtree(build / "evaluator", ignore_errors=True)
     harness = groups.made_once(build / "harness", groups.make_harness)
     evaluator = groups.made_once(build / "evaluator", lambda root: groups.make_evaluator(root, task))
-    print(f"base (Debian, python3, git), task ({groups.PROJECT}, its tests, its dependencies), harness, evaluator: {output.duration(time.perf_counter() - begin)}")
+    print(
+        f"base (Debian, python3, git), task ({groups.PROJECT}, its tests, its dependencies), harness, evaluator: "
+        f"{output.duration(time.perf_counter() - begin)}"
+    )
     step("2. published into an OCI image layout, each under a reference of its own")
     shutil.rmtree(build / "registry", ignore_errors=True)
     layout = f"oci:{build / 'registry'}"
     references = {
         "base": weenv("group", "push", f"{layout}:base", "--rootfs", str(base), "--role", "base"),
         "task": weenv(
-            "group", "push", f"{layout}:task", "--rootfs", str(task), "--role", "task", "--workdir", "/src", "--env", TASK_ENV[0], "--env", TASK_ENV[1]
+            "group",
+            "push",
+            f"{layout}:task",
+            "--rootfs",
+            str(task),
+            "--role",
+            "task",
+            "--workdir",
+            "/src",
+            "--env",
+            TASK_ENV[0],
+            "--env",
+            TASK_ENV[1],
         ),
         "harness": weenv("group", "push", f"{layout}:harness", "--rootfs", str(harness), "--role", "harness"),
         "evaluator": weenv("group", "push", f"{layout}:evaluator", "--rootfs", str(evaluator), "--role", "evaluator"),
@@ -92,7 +107,9 @@ def publish(build: Path) -> Published:
 def daemon(scratch: Path) -> Iterator[Path]:
     """The node daemon with a cold cache; ended and waited for."""
     config = scratch / "node.toml"
-    config.write_text(f'state_dir = "{scratch}/state"\nrun_dir = "{scratch}/run"\ncgroup_parent = "/weenv-demo-{os.getpid()}"\n')
+    config.write_text(
+        f'state_dir = "{scratch}/state"\nrun_dir = "{scratch}/run"\ncgroup_parent = "/weenv-demo-{os.getpid()}"\n'
+    )
     socket = scratch / "run/envlet.sock"
     with (scratch / "envlet.log").open("wb") as log:
         process = subprocess.Popen([WEENV, "node", "serve", "--config", config], stdout=log, stderr=subprocess.STDOUT)
@@ -121,16 +138,23 @@ def by_hand(published: Published, socket: Path, scratch: Path, fault: Fault) -> 
         for reference in roles.values():
             arguments += ["--group", reference]
         arguments += options
-        shown = [short.get(argument, argument if "\n" not in argument else f"git apply <{fault.name}.patch>") for argument in arguments]
+        shown = [
+            short.get(argument, argument if "\n" not in argument else f"git apply <{fault.name}.patch>")
+            for argument in arguments
+        ]
         return weenv(*arguments, shown=shown)
 
-    environment = create("--init", published.init[fault.name], base=published.base, task=published.task, harness=published.harness)
+    environment = create(
+        "--init", published.init[fault.name], base=published.base, task=published.task, harness=published.harness
+    )
     cold = json.loads(weenv("env", "inspect", environment, show=False))
     weenv("env", "exec", environment, "--", "git", "diff", "--stat")
     weenv("env", "exec", environment, "--timeout", "120", "--", "/opt/harness/repair.py", "/src", fault.tests)
     diff = str(scratch / "solution.tar")
     weenv("env", "diff", environment, "-o", diff, shown=["env", "diff", environment, "-o", "solution.tar"])
-    evaluation = create("--role", "evaluation", "--apply", diff, base=published.base, task=published.task, evaluator=published.evaluator)
+    evaluation = create(
+        "--role", "evaluation", "--apply", diff, base=published.base, task=published.task, evaluator=published.evaluator
+    )
     reward = json.loads(weenv("env", "exec", evaluation, "--", "python3", "/eval/evaluate.py"))
     weenv("env", "rm", environment, evaluation)
     if reward["reward"] != 1.0:
@@ -171,14 +195,18 @@ class Batch:
         with Client(self._socket) as client, tempfile.TemporaryFile() as diff:
             result = client.exec(execution.id, ["/opt/harness/repair.py", "/src", fault.tests], timeout_s=200)
             if result.exit_code not in (0, 1):
-                raise SystemExit(f"demo: the harness ended with {result.exit_code}: {result.stderr.decode(errors='replace')}")
+                raise SystemExit(
+                    f"demo: the harness ended with {result.exit_code}: {result.stderr.decode(errors='replace')}"
+                )
             client.diff(execution.id, diff.fileno())
             client.delete(execution.id)
             diff.seek(0)
             evaluation = client.create([p.base, p.task, p.evaluator], role="evaluation", apply_fd=diff.fileno())
             judged = client.exec(evaluation.id, ["python3", "/eval/evaluate.py"], timeout_s=200)
             client.delete(evaluation.id)
-            return Episode(fault.name, execution, evaluation, json.loads(result.stdout), json.loads(judged.stdout)["reward"])
+            return Episode(
+                fault.name, execution, evaluation, json.loads(result.stdout), json.loads(judged.stdout)["reward"]
+            )
 
     def work_all(self, made: Sequence[EnvironmentInfo]) -> list[Episode]:
         with ThreadPoolExecutor(len(self._faults)) as pool:
@@ -195,14 +223,23 @@ def report(cold: dict[str, Any], episodes: Sequence[Episode], socket: Path) -> N
     rows = []
     for name in TIMES:
         values = [getattr(timings, name) for timings in warm]
-        rows.append((name.removesuffix("_s"), *(output.duration(s) for s in (cold["timings"][name], statistics.median(values), percentile_95(values)))))
+        rows.append(
+            (
+                name.removesuffix("_s"),
+                *(
+                    output.duration(s)
+                    for s in (cold["timings"][name], statistics.median(values), percentile_95(values))
+                ),
+            )
+        )
     output.print_table(("INITIALISATION", "COLD, ONE", "WARM MEDIAN", "WARM P95"), rows)
     with Client(socket) as client:
         layers = client.info().statistics["data_plane"]["layers"].values()
     plan, fetched = sum(layer["stored_bytes"] for layer in layers), sum(layer["bytes"] for layer in layers)
     metadata = sum(layer["metadata_bytes"] for layer in layers)
+    contents = sum(layer["content_bytes"] for layer in layers)
     print(
-        f"\nplan: {output.size(plan)} stored ({output.size(sum(layer['content_bytes'] for layer in layers))} of files); "
+        f"\nplan: {output.size(plan)} stored ({output.size(contents)} of files); "
         f"fetched: {output.size(fetched)} ({output.share(fetched, plan)}), metadata {output.size(metadata)}"
     )
     rewards = [episode.reward for episode in episodes]
@@ -211,7 +248,9 @@ def report(cold: dict[str, Any], episodes: Sequence[Episode], socket: Path) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.demo", description=__doc__)
-    parser.add_argument("--build", type=Path, default=Path("build/demo"), help="kept between runs: the base and task roots")
+    parser.add_argument(
+        "--build", type=Path, default=Path("build/demo"), help="kept between runs: the base and task roots"
+    )
     parser.add_argument("--environments", type=int, default=16)
     arguments = parser.parse_args()
     build = arguments.build.absolute()
@@ -229,7 +268,10 @@ def main() -> None:
             print(f"made {len(made)} environments; their harnesses run")
             episodes = batch.work_all(made)
             for episode in episodes:
-                print(f"{episode.fault:14} {episode.repair['tries']:3} tries  {episode.repair['change'] or 'not repaired'}  reward {episode.reward:g}")
+                print(
+                    f"{episode.fault:14} {episode.repair['tries']:3} tries  "
+                    f"{episode.repair['change'] or 'nothing fails'}  reward {episode.reward:g}"
+                )
             report(cold, episodes, socket)
             with Client(socket) as client:
                 left = client.list()

@@ -1,4 +1,7 @@
-"""Builds the demo's four root directories from real input: Debian's archive and PyPI. Kept below the build directory for the next run."""
+"""Builds the demo's four root directories from real input: Debian's archive and PyPI.
+
+Kept below the build directory for the next run.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ DEPENDENCIES = ("MarkupSafe", "pytest", "trio")
 PROGRAMS = Path(__file__).parent
 GIT_ENVIRONMENT = {
     "GIT_AUTHOR_NAME": "demo", "GIT_AUTHOR_EMAIL": "demo@localhost", "GIT_COMMITTER_NAME": "demo",
-    "GIT_COMMITTER_EMAIL": "demo@localhost", "GIT_AUTHOR_DATE": "2025-01-01T00:00:00Z", "GIT_COMMITTER_DATE": "2025-01-01T00:00:00Z",
+    "GIT_COMMITTER_EMAIL": "demo@localhost",
+    "GIT_AUTHOR_DATE": "2025-01-01T00:00:00Z", "GIT_COMMITTER_DATE": "2025-01-01T00:00:00Z",
     "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull,
 }  # fmt: skip
 
@@ -25,7 +29,10 @@ GIT_ENVIRONMENT = {
 def _run(command: list[str], cwd: Path | None = None) -> str:
     result = subprocess.run(command, cwd=cwd, env=os.environ | GIT_ENVIRONMENT, capture_output=True, text=True)
     if result.returncode != 0:
-        raise RuntimeError(f"{' '.join(command[:4])} … failed with status {result.returncode}:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{' '.join(command[:4])} … failed with status {result.returncode}:\n"
+            f"{result.stdout[-2000:]}{result.stderr[-2000:]}"
+        )
     return result.stdout
 
 
@@ -83,17 +90,59 @@ def make_task(root: Path, base: Path) -> None:
         _run(["git", "commit", "--quiet", "-m", f"{PROJECT} {version}"], repository)
         _run(["git", "tag", version], repository)
     _run(["git", "gc", "--quiet"], repository)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(root / "opt/deps"), "--only-binary=:all:", "--no-compile"]
-    pip += ["--python-version", python_of(base), "--implementation", "cp", "--platform", f"manylinux2014_{platform.machine()}"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--target",
+        str(root / "opt/deps"),
+        "--only-binary=:all:",
+        "--no-compile",
+    ]
+    pip += [
+        "--python-version",
+        python_of(base),
+        "--implementation",
+        "cp",
+        "--platform",
+        f"manylinux2014_{platform.machine()}",
+    ]
     _run([*pip, *DEPENDENCIES])
 
 
 def _unpack_release(version: str, repository: Path) -> None:
     downloads = repository.parent.parent / "downloads"
     if not list(downloads.glob(f"*{version}.tar.gz")):
-        _run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:", "-d", str(downloads), f"{PROJECT}=={version}"])
+        _run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--no-binary=:all:",
+                "-d",
+                str(downloads),
+                f"{PROJECT}=={version}",
+            ]
+        )
     archive = next(downloads.glob(f"*{version}.tar.gz"))
-    _run(["tar", "--extract", "--gzip", "--file", str(archive), "--strip-components=1", "--no-same-owner", "-C", str(repository)])
+    _run(
+        [
+            "tar",
+            "--extract",
+            "--gzip",
+            "--file",
+            str(archive),
+            "--strip-components=1",
+            "--no-same-owner",
+            "-C",
+            str(repository),
+        ]
+    )
 
 
 def make_harness(root: Path) -> None:

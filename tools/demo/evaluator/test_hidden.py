@@ -13,7 +13,14 @@ def render(template, **values):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(999, "999 Bytes"), (1000, "1.0 kB"), (1500, "1.5 kB"), (999_949, "999.9 kB"), (1_000_000, "1.0 MB"), (3 * 10**12, "3.0 TB")],
+    [
+        (999, "999 Bytes"),
+        (1000, "1.0 kB"),
+        (1500, "1.5 kB"),
+        (999_949, "999.9 kB"),
+        (1_000_000, "1.0 MB"),
+        (3 * 10**12, "3.0 TB"),
+    ],
 )
 def test_filesizeformat(value, text):
     assert render("{{ v|filesizeformat }}", v=value) == text

@@ -1,8 +1,10 @@
 #!/usr/bin/python3
 """A scripted harness: repairs a one-token fault, given nothing but a repository and its failing tests.
 
-1. Run the test file once under a line tracer; rank lines by suspicion (Ochiai: executed by failing tests, rarely by passing ones).
-2. Change the most suspicious lines, one token at a time, until the failing tests pass and then the whole test file does.
+1. Run the test file once under a line tracer; rank lines by suspicion (Ochiai: executed by failing tests, rarely by
+passing ones).
+2. Change the most suspicious lines, one token at a time, until the failing tests pass and then the whole test file
+does.
 
 Usage: repair.py REPOSITORY TEST_FILE. Prints one JSON line; exit status 0 when repaired (or nothing fails), 1 when not.
 """
@@ -21,7 +23,7 @@ SWAPS = {"<": ("<=", ">"), "<=": ("<", ">="), ">": (">=", "<"), ">=": (">", "<="
 MAX_LINES = 30
 MAX_TRIES = 120
 
-TRACER = '''
+TRACER = """
 import json, os, sys
 import pytest
 
@@ -51,8 +53,9 @@ class Tracer:
 tracer = Tracer()
 pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[3:]], plugins=[tracer])
 with open(result_path, "w") as file:
-    json.dump({test: {"passed": passed, "lines": sorted(tracer.lines[test])} for test, passed in tracer.results.items()}, file)
-'''
+    results = tracer.results.items()
+    json.dump({test: {"passed": passed, "lines": sorted(tracer.lines[test])} for test, passed in results}, file)
+"""
 
 
 def pytest(repository, *arguments):
@@ -101,7 +104,9 @@ def parses(source):
 
 
 def candidates(ranked):
-    """Changed sources, comparisons before numbers: a constant that happens to satisfy the tests is the likelier mistake."""
+    """Changed sources, comparisons before numbers: a constant that happens to satisfy the tests is the likelier
+    mistake.
+    """
     for variants in (comparisons, numbers):
         for name, number in ranked:
             path = Path(name)
