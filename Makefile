@@ -29,7 +29,7 @@ build/.built: build/.venv setup.py weefs/core_build.py $(C_SOURCES)
 	@touch $@
 
 demo: setup
-	$(BIN)/python -m tools.demo
+	$(BIN)/python -m tools.demo $(DEMO_ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -82,7 +82,7 @@ def lazy_mount(reference: str, scratch: Path) -> Iterator[tuple[Path, dict[str, 
 
 def run_import(root: Path, program: str) -> float:
     begin = time.perf_counter()
-    command = ["chroot", root, "/usr/bin/python3", "-B", "-c", program]
+    command = ["/usr/sbin/chroot", root, "/usr/bin/python3", "-B", "-c", program]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={"PATH": "/usr/bin:/bin", "HOME": "/root"})
     return time.perf_counter() - begin
 
