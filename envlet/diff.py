@@ -94,12 +94,12 @@ class _Walk:
 
     def directory(self, path: bytes, lower: bytes | None) -> Iterator[Change]:
         """A directory and all below. `lower`: what the plan shows in its place, if that is a directory. One that is
-        untouched is written only if something below it is.
+        as it was is written only if something below it is not: overlayfs copies all parents of what it copies up.
         """
         full = os.path.join(self._upper, path)
         status = os.lstat(full)
         mine = [Change(self._entry(path or b".", full, status))]
-        if not self._untouched(path, status):
+        if not self._untouched(path, status) and not self._is_as_below(mine[0].entry, full, lower):
             yield from mine
             mine.clear()
         if _is_opaque(full):
@@ -136,6 +136,10 @@ class _Walk:
 
     def _untouched(self, path: bytes, status: os.stat_result) -> bool:
         return self._marks.get(path) == Mark(path, status.st_ino, status.st_ctime_ns)
+
+    def _is_as_below(self, entry: Entry, full: bytes, lower: bytes | None) -> bool:
+        """Whether a directory of the upper says nothing that the plan does not say."""
+        return lower is not None and not _is_opaque(full) and entry == self._entry(entry.path, lower, os.lstat(lower))
 
     @staticmethod
     def _entry(path: bytes, full: bytes, status: os.stat_result) -> Entry:

@@ -1,8 +1,15 @@
 """Layer groups in OCI registries and local OCI image layouts: references, manifests, push, resolve, ranges of blobs."""
 
 from registry.credentials import Credentials, load_credentials
-from registry.errors import AuthenticationFailed, IntegrityError, InvalidReference, NotFound, RegistryError, Unreachable
-from registry.group import Group, describe_layer, push_group, resolve_group
+from registry.errors import (
+    AuthenticationFailed,
+    IntegrityError,
+    InvalidReference,
+    NotFound,
+    RegistryError,
+    Unreachable,
+)
+from registry.group import Group, describe_layer, pull_layer, push_group, resolve_group
 from registry.manifest import GroupConfig, LayerDescriptor
 from registry.ranges import RangeReader, open_ranges
 from registry.reference import LayoutReference, Reference, RegistryReference, parse_reference
@@ -26,6 +33,7 @@ __all__ = [
     "load_credentials",
     "open_ranges",
     "parse_reference",
+    "pull_layer",
     "push_group",
     "resolve_group",
 ]

@@ -1,10 +1,12 @@
 """What can go wrong with a registry: one tree, whose kinds are what callers do differently.
 
-Foreign exceptions (requests, oras, aiohttp, OSError) become these at each seam and nowhere else. Every sentence says what was expected, what was received
-and, where there is something to do, what.
+Foreign exceptions (requests, oras, aiohttp, OSError) become these at each seam and nowhere else. Every sentence says
+what was expected, what was received and, where there is something to do, what.
 """
 
 from __future__ import annotations
+
+import re
 
 
 class RegistryError(Exception):
@@ -12,7 +14,7 @@ class RegistryError(Exception):
 
 
 class InvalidReference(RegistryError):
-    """A reference that cannot be parsed."""
+    """A reference that cannot be parsed, or that does not fit what is to be done with it."""
 
 
 class NotFound(RegistryError):
@@ -28,8 +30,34 @@ class IntegrityError(RegistryError):
 
 
 class Unreachable(RegistryError):
-    """No answer, or one that says "later": the same request may succeed. `retry_after_s` when the registry named a time."""
+    """No answer, or one that says "later": the same request may succeed.
+
+    `retry_after_s` when the registry named a time.
+    """
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+def error_of_status(url: str, status: int, reason: str | None, body: bytes, retry_after: str | None) -> RegistryError:
+    """An answer that is a refusal (RFC 9110 §15), as an error of ours.
+
+    `body`: its beginning; `retry_after`: the header.
+    """
+    text = " ".join(body.decode(errors="replace").split())
+    detail = f"{url}: status {status} {reason or ''}".rstrip() + (f": {text}" if text else "")
+    if status == 404:
+        return NotFound(detail)
+    if status in (401, 403):
+        return AuthenticationFailed(f"{detail}; log in with docker or podman as a user who may do this")
+    if status == 416:
+        return IntegrityError(f"{url}: the blob is shorter than its manifest says (status 416)")
+    if status in (408, 429) or status >= 500:
+        return Unreachable(detail, _seconds(retry_after))
+    return RegistryError(detail)
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Retry-After in seconds; its other form, a date, is not worth believing two clocks for."""
+    return float(retry_after) if retry_after and re.fullmatch(r"[0-9]{1,9}", retry_after.strip()) else None

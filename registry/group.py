@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
 
 from layerformat import FormatError, decode_footer
 from registry.credentials import Credentials
-from registry.errors import IntegrityError, NotFound, RegistryError
+from registry.errors import IntegrityError, InvalidReference, NotFound, RegistryError
 from registry.layout import Layout
 from registry.manifest import (
+    ROLE,
     ROLES,
     GroupConfig,
     LayerDescriptor,
@@ -25,7 +27,7 @@ from registry.manifest import (
     parse_layer,
     parse_manifest,
 )
-from registry.reference import LayoutReference, Reference, RegistryReference, parse_reference, with_digest
+from registry.reference import LayoutReference, RegistryReference, parse_reference, parse_source, with_digest
 from registry.remote import Remote
 
 FOOTER_SIZE = 80
@@ -51,7 +53,10 @@ class Group:
 
 
 def describe_layer(path: Path) -> LayerDescriptor:
-    """A layer file as a manifest will name it: its digest, and where its footer says the TOC is. IntegrityError, NotFound."""
+    """A layer file as a manifest will name it: its digest, and its TOC's place by its footer.
+
+    IntegrityError, NotFound.
+    """
     try:
         with path.open("rb") as file:
             digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
@@ -76,10 +81,13 @@ def push_group(
     config: GroupConfig | None = None,
     credentials: Credentials | None = None,
 ) -> str:
-    """Publishes layer files, base first, under a reference; returns REF@sha256:…. Blobs that are there already are not sent again."""
+    """Publishes layer files, base first, under a reference; returns REF@sha256:….
+
+    Blobs that are there already are not sent again. RegistryError and its kinds.
+    """
     parsed = parse_reference(reference)
     if parsed.digest is not None:
-        raise RegistryError(f"{reference}: a group is pushed to a tag; its digest is the result")
+        raise InvalidReference(f"{reference}: expected a tag to push to, received a digest; the digest is the result")
     if not layers:
         raise RegistryError(f"{reference}: expected at least one layer, received none")
     if role is not None and role not in ROLES:
@@ -113,37 +121,48 @@ def _push_to_registry(
     manifest: bytes,
     credentials: Credentials | None,
 ) -> None:
-    remote = Remote(reference, credentials)
-    for path, descriptor in files:
-        remote.upload_file(path, descriptor.digest, descriptor.size_bytes)
-    with tempfile.TemporaryDirectory(prefix="weenv-push-") as scratch:
+    with Remote(reference, credentials) as remote, tempfile.TemporaryDirectory(prefix="weenv-push-") as scratch:
+        for path, descriptor in files:
+            remote.upload_file(path, descriptor.digest, descriptor.size_bytes)
         remote.upload_bytes(config_bytes, Path(scratch) / "config")
-    remote.upload_manifest(reference.tag or digest_of(manifest), manifest)
+        remote.upload_manifest(reference.tag or digest_of(manifest), manifest)
 
 
 def resolve_group(reference: str, *, credentials: Credentials | None = None) -> Group:
     """A reference to what it means now. RegistryError and its kinds."""
     parsed = parse_reference(reference)
-    if isinstance(parsed, LayoutReference):
-        layout = Layout(parsed.directory)
-        data = layout.read_blob(parsed.digest or layout.resolve(parsed.tag or ""))
-        read_config = layout.read_blob
-    else:
-        remote = Remote(parsed, credentials)
-        data = remote.read_manifest(parsed.digest or parsed.tag or "")
-        read_config = remote.read_blob
-    return _open_group(parsed, data, read_config)
-
-
-def _open_group(parsed: Reference, data: bytes, read_config: Callable[[str], bytes]) -> Group:
     name = str(parsed)
-    manifest = parse_manifest(data, name)
+    with contextlib.ExitStack() as stack:
+        store: Layout | Remote
+        if isinstance(parsed, LayoutReference):
+            store = Layout(parsed.directory)
+            data = store.read_blob(parsed.digest or store.resolve(parsed.tag or ""))
+        else:
+            store = stack.enter_context(Remote(parsed, credentials))
+            data = store.read_manifest(parsed.digest or parsed.tag or "")
+        manifest = parse_manifest(data, name)
+        config = parse_config(store.read_blob(manifest.config.digest), name)
     digest = digest_of(data)
     return Group(
         reference=str(with_digest(parsed, digest)),
         digest=digest,
-        role=manifest.annotations.get("dev.weenv.role"),
-        config=parse_config(read_config(manifest.config.digest), name),
+        role=manifest.annotations.get(ROLE),
+        config=config,
         layers=tuple(parse_layer(descriptor, name) for descriptor in manifest.layers),
         source=parsed.source,
     )
+
+
+def pull_layer(
+    source: str, digest: str, size_bytes: int, path: Path, *, credentials: Credentials | None = None
+) -> None:
+    """Downloads a blob of a group's `source` into a new file: all of it, verified, or nothing.
+
+    RegistryError, OSError.
+    """
+    directory, host, repository = parse_source(source)
+    if directory is not None:
+        Layout(directory).copy_blob(digest, size_bytes, path)
+        return
+    with Remote(RegistryReference(host, repository, None, digest), credentials) as remote:
+        remote.download(digest, size_bytes, path)

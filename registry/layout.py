@@ -1,7 +1,9 @@
 """The local OCI image layout: a registry in a folder, for one machine, without a server.
 
-Blobs appear under their digest by renaming, so one that is there is whole; the index is replaced by renaming under a lock, so readers need none and
-writers at the same time lose nothing. The image specification's `image-layout.md` says what the files are.
+Blobs appear under their digest by renaming, so one that is there is whole; the index is replaced by renaming under a
+lock, so readers need none and writers at the same time lose nothing. What is being written is locked by its writer: a
+file that nobody has locked was left by one that died, and the next push removes it. What other tools wrote into the
+index is kept as it is. The image specification's `image-layout.md` says what the files are.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -20,14 +23,16 @@ from registry.errors import IntegrityError, NotFound, RegistryError
 from registry.manifest import GROUP_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES, Descriptor, digest_of
 
 TAG = "org.opencontainers.image.ref.name"
+MAX_INDEX_BYTES = 64 << 20
 _COPY_BYTES = 1 << 20
 _VERSION = b'{"imageLayoutVersion":"1.0.0"}'
+_EMPTY_INDEX = b'{"schemaVersion":2,"mediaType":"application/vnd.oci.image.index.v1+json","manifests":[]}'
+_UNFINISHED = ".unfinished-"
 
 
-class _Index(msgspec.Struct, rename="camel", omit_defaults=True):
+class _Index(msgspec.Struct, rename="camel"):
     schema_version: int
     manifests: list[Descriptor]
-    media_type: str | None = None
 
 
 class Layout:
@@ -44,110 +49,118 @@ class Layout:
 
     def resolve(self, tag: str) -> str:
         """The digest of a tag's manifest. NotFound, IntegrityError."""
-        for descriptor in self._read_index().manifests:
+        path = self.directory / "index.json"
+        data = self._read_index()
+        try:
+            index = msgspec.json.decode(data, type=_Index)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise IntegrityError(f"{path}: expected an OCI image index: {error}") from error
+        for descriptor in index.manifests:
             if descriptor.annotations.get(TAG) == tag:
                 return descriptor.digest
         raise NotFound(f"oci:{self.directory}: no group has the tag '{tag}'")
 
-    def read_blob(self, digest: str, max_bytes: int = MAX_MANIFEST_BYTES) -> bytes:
+    def read_blob(self, digest: str) -> bytes:
         """A small blob, verified. NotFound, IntegrityError."""
         path = self.blob_path(digest)
-        try:
-            with path.open("rb") as file:
-                data = file.read(max_bytes + 1)
-        except FileNotFoundError:
-            raise NotFound(f"oci:{self.directory}: there is no blob {digest}") from None
-        if len(data) > max_bytes:
-            raise IntegrityError(f"{path}: expected at most {max_bytes} bytes")
+        data = _read(path, MAX_MANIFEST_BYTES, f"oci:{self.directory}: there is no blob {digest}")
         if digest_of(data) != digest:
             raise IntegrityError(f"{path}: expected {digest}, received {digest_of(data)}; push the group again")
         return data
 
-    def _read_index(self) -> _Index:
-        path = self.directory / "index.json"
+    def copy_blob(self, digest: str, size_bytes: int, path: Path) -> None:
+        """A blob into a file that must not exist; verified, or not there. NotFound, IntegrityError."""
+        source_path = self.blob_path(digest)
         try:
-            data = path.read_bytes()
+            source = source_path.open("rb")
         except FileNotFoundError:
-            raise NotFound(f"oci:{self.directory}: expected an OCI image layout, index.json is missing") from None
-        try:
-            return msgspec.json.decode(data, type=_Index)
-        except msgspec.MsgspecError as error:
-            raise IntegrityError(f"{path}: expected an OCI image index: {error}") from error
+            raise NotFound(f"oci:{self.directory}: there is no blob {digest}") from None
+        with source, path.open("xb") as file:
+            try:
+                actual = _copy(source, file)
+                if actual != digest or file.tell() != size_bytes:
+                    expected = f"{size_bytes} bytes with {digest}"
+                    raise IntegrityError(f"{source_path}: expected {expected}, received {file.tell()} with {actual}")
+            except BaseException:
+                path.unlink()
+                raise
+
+    def _read_index(self) -> bytes:
+        what = f"oci:{self.directory}: expected an OCI image layout, index.json is missing"
+        return _read(self.directory / "index.json", MAX_INDEX_BYTES, what)
 
     # ---- writing ----
 
     def create(self) -> None:
-        """Makes the layout where there is none yet."""
-        (self.directory / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
-        with self._locked():
-            if not (self.directory / "oci-layout").exists():
-                self._replace(self.directory / "oci-layout", _VERSION)
-            if not (self.directory / "index.json").exists():
-                self._write_index(_Index(schema_version=2, manifests=[], media_type="application/vnd.oci.image.index.v1+json"))
+        """Makes the layout where there is none yet, and removes what writers that died have left."""
+        with self._failing("create the layout"):
+            (self.directory / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                for folder in (self.directory, self.directory / "blobs" / "sha256"):
+                    _remove_unfinished(folder)
+                if not (self.directory / "oci-layout").exists():
+                    self._replace(self.directory / "oci-layout", _VERSION)
+                if not (self.directory / "index.json").exists():
+                    self._replace(self.directory / "index.json", _EMPTY_INDEX)
 
-    def has_blob(self, digest: str, size: int) -> bool:
+    def has_blob(self, digest: str) -> bool:
+        """Whether a blob is there with the bytes of its digest: pushing again mends a damaged one."""
         try:
-            return self.blob_path(digest).stat().st_size == size
+            with self.blob_path(digest).open("rb") as file:
+                return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}" == digest
         except FileNotFoundError:
             return False
 
     def add_bytes(self, data: bytes) -> str:
         """Adds a small blob; returns its digest."""
         digest = digest_of(data)
-        if not self.has_blob(digest, len(data)):
-            self._replace(self.blob_path(digest), data)
+        with self._failing(f"add {digest}"):
+            if not self.has_blob(digest):
+                self._replace(self.blob_path(digest), data)
         return digest
 
     def add_file(self, path: Path, digest: str) -> None:
         """Adds a file's contents, which must have `digest`. IntegrityError when the file changed meanwhile."""
-        if self.has_blob(digest, path.stat().st_size):
-            return
-        target = self.blob_path(digest)
-        with path.open("rb") as source, self._unfinished(target) as unfinished:
-            received = hashlib.sha256()
-            with unfinished.open("wb") as file:
-                while data := source.read(_COPY_BYTES):
-                    received.update(data)
-                    file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            if received.hexdigest() != digest.removeprefix("sha256:"):
-                raise IntegrityError(f"{path}: expected {digest}, received sha256:{received.hexdigest()}; it changed while it was pushed")
-            unfinished.replace(target)
+        with self._failing(f"add {path}"):
+            if self.has_blob(digest):
+                return
+            with path.open("rb") as source, _replacing(self.blob_path(digest)) as file:
+                actual = _copy(source, file)
+                if actual != digest:
+                    raise IntegrityError(f"{path}: expected {digest}, received {actual}; did it change meanwhile?")
 
     def tag(self, tag: str | None, manifest: bytes) -> str:
         """Adds a manifest and lets `tag` mean it; returns its digest."""
         digest = self.add_bytes(manifest)
-        annotations = {TAG: tag} if tag else {}
-        entry = Descriptor(media_type=MANIFEST_TYPE, digest=digest, size=len(manifest), annotations=annotations, artifact_type=GROUP_TYPE)
-        with self._locked():
-            index = self._read_index()
-            kept = [d for d in index.manifests if not (tag and d.annotations.get(TAG) == tag) and (d.digest != digest or d.annotations)]
-            if tag or not any(d.digest == digest for d in kept):
-                kept.append(entry)
-            self._write_index(msgspec.structs.replace(index, manifests=kept))
+        entry: dict[str, Any] = {
+            "mediaType": MANIFEST_TYPE,
+            "digest": digest,
+            "size": len(manifest),
+            "artifactType": GROUP_TYPE,
+        }
+        if tag:
+            entry["annotations"] = {TAG: tag}
+        with self._failing(f"tag {digest}"), self._locked():
+            path = self.directory / "index.json"
+            try:
+                index = msgspec.json.decode(self._read_index(), type=dict[str, Any])
+                manifests = msgspec.convert(index.get("manifests"), list[dict[str, Any]])
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise IntegrityError(f"{path}: expected an OCI image index: {error}; mend or remove it") from error
+            kept = [other for other in manifests if not _replaced(other, tag, digest)]
+            self._replace(path, msgspec.json.encode(index | {"manifests": [*kept, entry]}))
         return digest
 
-    def _write_index(self, index: _Index) -> None:
-        self._replace(self.directory / "index.json", msgspec.json.encode(index))
-
     def _replace(self, path: Path, data: bytes) -> None:
-        with self._unfinished(path) as unfinished:
-            with unfinished.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
+        with _replacing(path) as file:
+            file.write(data)
 
     @contextlib.contextmanager
-    def _unfinished(self, path: Path) -> Iterator[Path]:
-        unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    def _failing(self, what: str) -> Iterator[None]:
         try:
-            yield unfinished
+            yield
         except OSError as error:
-            raise RegistryError(f"oci:{self.directory}: cannot write {path.name}: {error.strerror}") from error
-        finally:
-            unfinished.unlink(missing_ok=True)
+            raise RegistryError(f"oci:{self.directory}: cannot {what}: {error.strerror}") from error
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -157,3 +170,69 @@ class Layout:
             yield
         finally:
             os.close(fd)
+
+
+def _replaced(entry: dict[str, Any], tag: str | None, digest: str) -> bool:
+    """Whether a new entry takes this one's place: that of the same tag, or one without a tag for the same manifest."""
+    annotations = entry.get("annotations") or {}
+    if TAG in annotations:
+        return tag is not None and bool(annotations[TAG] == tag)
+    return bool(entry.get("digest") == digest)
+
+
+def _read(path: Path, max_bytes: int, missing: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFound(missing) from None
+    except OSError as error:
+        raise RegistryError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(data) > max_bytes:
+        raise IntegrityError(f"{path}: expected at most {max_bytes} bytes, received more")
+    return data
+
+
+def _copy(source: BinaryIO, target: BinaryIO) -> str:
+    """Copies; returns the digest of what was copied."""
+    received = hashlib.sha256()
+    while data := source.read(_COPY_BYTES):
+        received.update(data)
+        target.write(data)
+    return f"sha256:{received.hexdigest()}"
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends well, on the disk before its name is."""
+    while True:
+        unfinished = path.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
+        file = unfinished.open("xb")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            break
+        file.close()  # removed as a leftover before the lock was ours
+    try:
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    for path in folder.glob(f"{_UNFINISHED}*"):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue  # its writer lives
+            path.unlink()

@@ -1,7 +1,7 @@
 """What is published: OCI image manifests of layer groups, built with deterministic bytes and parsed with checks.
 
-A group is an image manifest with artifact type `application/vnd.weenv.group.v1`, an ordinary image configuration, and layers of the seekable format (docs/format.md §1
-names their annotations), base first.
+A group is an image manifest with artifact type `application/vnd.weenv.group.v1`, an ordinary image configuration, and
+layers of the seekable format (docs/format.md §1 names their annotations), base first.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import re
+from typing import Any
 
 import attrs
 import msgspec
@@ -18,19 +19,33 @@ from registry.errors import IntegrityError, RegistryError
 GROUP_TYPE = "application/vnd.weenv.group.v1"
 LAYER_TYPE = "application/vnd.weenv.layer.v1"
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+MANIFEST_TYPES = (
+    MANIFEST_TYPE,
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+)
+"""What a registry may answer with: all but the first are refused by name, which says more than the registry's own
+404."""
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
 ROLE = "dev.weenv.role"
 ROLES = ("base", "task", "harness", "evaluator")
-TOC_OFFSET, TOC_SIZE, TOC_RAW_SIZE, TOC_DIGEST = (f"dev.weenv.toc.{name}" for name in ("offset", "size", "rawsize", "digest"))
+TOC_OFFSET = "dev.weenv.toc.offset"
+TOC_SIZE = "dev.weenv.toc.size"
+TOC_RAW_SIZE = "dev.weenv.toc.rawsize"
+TOC_DIGEST = "dev.weenv.toc.digest"
 MAX_MANIFEST_BYTES = 4 << 20
+MAX_SIZE_BYTES = (1 << 63) - 1
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 @attrs.frozen
 class GroupConfig:
-    """What a group says about processes in its environments: `env` as NAME=VALUE, the rest None when it says nothing."""
+    """What a group says about processes in its environments: `env` as NAME=VALUE, the rest None when it says
+    nothing."""
 
     env: tuple[str, ...] = ()
     workdir: str | None = None
@@ -50,6 +65,8 @@ class LayerDescriptor:
 
 
 class Descriptor(msgspec.Struct, rename="camel", omit_defaults=True):
+    """What a manifest or an index points to (OCI image specification, descriptor.md); `size` in bytes."""
+
     media_type: str
     digest: str
     size: int
@@ -58,12 +75,22 @@ class Descriptor(msgspec.Struct, rename="camel", omit_defaults=True):
 
 
 class Manifest(msgspec.Struct, rename="camel", omit_defaults=True):
+    """An OCI image manifest (manifest.md), the fields that are used here."""
+
     schema_version: int
     config: Descriptor
     layers: list[Descriptor]
     media_type: str | None = None
     artifact_type: str | None = None
     annotations: dict[str, str] = {}
+
+
+class _Kind(msgspec.Struct, rename="camel"):
+    """Just enough of any manifest to say what it is."""
+
+    media_type: str | None = None
+    artifact_type: str | None = None
+    manifests: Any = None
 
 
 class _ProcessConfig(msgspec.Struct, omit_defaults=True):
@@ -78,6 +105,8 @@ class _RootFs(msgspec.Struct):
 
 
 class ImageConfig(msgspec.Struct, omit_defaults=True):
+    """An OCI image configuration (config.md), the fields that are used here."""
+
     architecture: str
     os: str
     rootfs: _RootFs | None = None
@@ -85,6 +114,7 @@ class ImageConfig(msgspec.Struct, omit_defaults=True):
 
 
 def digest_of(data: bytes) -> str:
+    """`sha256:` + hex."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
@@ -124,23 +154,45 @@ def _describe(layer: LayerDescriptor) -> Descriptor:
 
 
 def parse_manifest(data: bytes, reference: str) -> Manifest:
-    """IntegrityError: not a manifest. RegistryError: one, but of no layer group."""
+    """IntegrityError: damaged, or a group that breaks a rule. RegistryError: a manifest, but of no layer group."""
+    _refuse_other_kinds(data, reference)
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise IntegrityError(f"{reference}: expected an OCI image manifest: {error}") from error
-    if manifest.artifact_type != GROUP_TYPE or any(layer.media_type != LAYER_TYPE for layer in manifest.layers):
-        kind = manifest.artifact_type or (manifest.layers[0].media_type if manifest.layers else manifest.media_type) or "an empty manifest"
-        raise RegistryError(f"{reference}: expected a layer group ({GROUP_TYPE}), received {kind}; publish one with `weenv group push`")
+    if manifest.schema_version != 2:
+        raise IntegrityError(f"{reference}: expected schemaVersion 2, received {manifest.schema_version}")
     if not manifest.layers:
-        raise IntegrityError(f"{reference}: a layer group without layers")
+        raise IntegrityError(f"{reference}: expected a layer group with at least one layer, received none")
     role = manifest.annotations.get(ROLE)
     if role is not None and role not in ROLES:
         raise IntegrityError(f"{reference}: expected a role of {', '.join(ROLES)}, received '{role}'")
     for descriptor in [manifest.config, *manifest.layers]:
-        if not _DIGEST.fullmatch(descriptor.digest) or descriptor.size < 0:
-            raise IntegrityError(f"{reference}: expected sha256 digests and sizes, received '{descriptor.digest}', {descriptor.size}")
+        if not _DIGEST.fullmatch(descriptor.digest) or not 0 <= descriptor.size <= MAX_SIZE_BYTES:
+            received = f"'{descriptor.digest}', {descriptor.size}"
+            raise IntegrityError(f"{reference}: expected sha256 digests and sizes in bytes, received {received}")
+    for layer in manifest.layers:
+        if layer.media_type != LAYER_TYPE:
+            raise IntegrityError(f"{reference}: expected layers of {LAYER_TYPE}, received one of '{layer.media_type}'")
     return manifest
+
+
+def _refuse_other_kinds(data: bytes, reference: str) -> None:
+    """An ordinary image, an index or another artifact is no damage, but a reference to something else."""
+    try:
+        kind = msgspec.json.decode(data, type=_Kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise IntegrityError(f"{reference}: expected an OCI image manifest: {error}") from error
+    if kind.artifact_type == GROUP_TYPE:
+        return
+    if kind.manifests is not None:
+        received = f"an index of several images ({kind.media_type or 'without a media type'})"
+    elif kind.artifact_type is not None:
+        received = f"an artifact of type '{kind.artifact_type}'"
+    else:
+        received = f"an ordinary image ({kind.media_type or 'without a media type'})"
+    wanted = f"expected a layer group ({GROUP_TYPE})"
+    raise RegistryError(f"{reference}: {wanted}, received {received}; publish one with `weenv group push`")
 
 
 def parse_layer(descriptor: Descriptor, reference: str) -> LayerDescriptor:
@@ -148,19 +200,29 @@ def parse_layer(descriptor: Descriptor, reference: str) -> LayerDescriptor:
     texts = [descriptor.annotations.get(name) for name in (TOC_OFFSET, TOC_SIZE, TOC_RAW_SIZE, TOC_DIGEST)]
     if all(text is None for text in texts):
         return LayerDescriptor(descriptor.digest, descriptor.size, None, None, None, None)
-    offset, size, raw_size, digest = texts
-    if digest is None or not _DIGEST.fullmatch(digest) or not all(text is not None and text.isdecimal() for text in texts[:3]):
-        raise IntegrityError(f"{reference}: layer {descriptor.digest}: expected its four dev.weenv.toc.* annotations, received {texts}")
-    begin, stored, raw = (int(text or "") for text in (offset, size, raw_size))
-    if begin + stored > descriptor.size:
-        raise IntegrityError(f"{reference}: layer {descriptor.digest}: a TOC at {begin}+{stored}, beyond the blob's {descriptor.size} bytes")
-    return LayerDescriptor(descriptor.digest, descriptor.size, begin, stored, raw, digest)
+    digest = texts[3]
+    numbers = [int(text) for text in texts[:3] if text is not None and _NUMBER.fullmatch(text)]
+    if digest is None or not _DIGEST.fullmatch(digest) or len(numbers) != 3:
+        raise IntegrityError(
+            f"{reference}: layer {descriptor.digest}: expected four dev.weenv.toc annotations or none, received {texts}"
+        )
+    offset, size, raw_size = numbers
+    if offset + size > descriptor.size:
+        raise IntegrityError(
+            f"{reference}: layer {descriptor.digest}: expected a TOC within the blob's {descriptor.size} bytes, "
+            f"received one at {offset} of {size} bytes"
+        )
+    return LayerDescriptor(descriptor.digest, descriptor.size, offset, size, raw_size, digest)
 
 
 def parse_config(data: bytes, reference: str) -> GroupConfig:
+    """What an image configuration says about processes. IntegrityError."""
     try:
         image = msgspec.json.decode(data, type=ImageConfig)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise IntegrityError(f"{reference}: expected an OCI image configuration: {error}") from error
     process = image.config or _ProcessConfig()
-    return GroupConfig(env=tuple(process.env or ()), workdir=process.workdir or None, user=process.user or None)
+    env = tuple(process.env or ())
+    if any("=" not in variable or "\0" in variable for variable in env):
+        raise IntegrityError(f"{reference}: expected Env as NAME=VALUE, received {list(env)}")
+    return GroupConfig(env=env, workdir=process.workdir or None, user=process.user or None)

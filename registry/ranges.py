@@ -1,6 +1,9 @@
-"""Ranges of blobs, asynchronously: what the data plane fetches with. Retries and deadlines are the caller's, except one retry with a fresh token.
+"""Ranges of blobs, asynchronously: what the data plane fetches with.
 
-A range is what was asked for, to the byte, or an error: a server that ignores the Range header, sends another range or a short body is caught here.
+Retries and deadlines are the caller's, except one retry with fresh authentication. A range is what was asked for, to
+the byte, or an error: a server that ignores the Range header, sends another range or a short body is caught here.
+Authentication goes to the registry's own origin only, and only a 401 from there is answered: what a redirect leads to
+(the registry's storage, usually) gets neither header nor password.
 """
 
 from __future__ import annotations
@@ -8,20 +11,23 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Protocol
 from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 
+from registry import challenges
 from registry.credentials import Credentials
-from registry.errors import AuthenticationFailed, IntegrityError, InvalidReference, NotFound, RegistryError, Unreachable
+from registry.errors import IntegrityError, NotFound, RegistryError, Unreachable, error_of_status
 from registry.layout import Layout
+from registry.reference import parse_source
 
 MAX_REDIRECTS = 5
 MAX_WHOLE_BLOB_BYTES = 64 << 20
-"""A server that answers a range with the whole blob is read up to here, then refused: what lies before the range is thrown away."""
+"""A server that answers a range with the whole blob is read up to here and no further: what lies before the range is
+thrown away."""
 
 
 class RangeReader(Protocol):
@@ -41,12 +47,14 @@ class RangeReader(Protocol):
 async def open_ranges(
     source: str, *, credentials: Credentials | None = None, connections: int = 16, timeout_s: float = 30.0
 ) -> RangeReader:
-    """`source`: `oci:/abs/dir` or `http(s)://host:port/repo`. `connections`: at most, to the one host. Nothing is asked yet."""
-    if source.startswith("oci:"):
-        return LayoutRanges(Layout(Path(source.removeprefix("oci:"))))
-    if source.startswith(("http://", "https://")):
-        return HttpRanges(source, credentials, connections, timeout_s)
-    raise InvalidReference(f"source '{source}': expected oci:DIR or http(s)://HOST/REPO")
+    """`source`: `oci:/abs/dir` or `http(s)://host:port/repo`. Nothing is asked yet. InvalidReference.
+
+    `connections`: at most, to the one host. `timeout_s`: to connect, and between two pieces of an answer.
+    """
+    directory, host, repository = parse_source(source)
+    if directory is not None:
+        return LayoutRanges(Layout(directory))
+    return HttpRanges(source.partition("://")[0], host, repository, credentials, connections, timeout_s)
 
 
 class LayoutRanges:
@@ -58,47 +66,47 @@ class LayoutRanges:
     async def read(self, digest: str, offset: int, size: int) -> bytes:
         return await asyncio.to_thread(self._read, digest, offset, size)
 
-    def _read(self, digest: str, offset: int, size: int) -> bytes:
-        path = self._layout.blob_path(digest)
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise NotFound(f"{path}: there is no such blob") from None
-        except OSError as error:
-            raise Unreachable(f"{path}: {error.strerror}") from error
-        try:
-            data = os.pread(fd, size, offset)
-            while data and len(data) < size and (more := os.pread(fd, size - len(data), offset + len(data))):
-                data += more
-        except OSError as error:
-            raise Unreachable(f"{path}: {error.strerror}") from error
-        finally:
-            os.close(fd)
-        if len(data) != size:
-            raise IntegrityError(f"{path}: expected {size} bytes at {offset}, received {len(data)}: the blob is cut off")
-        return data
-
     async def size(self, digest: str) -> int:
-        try:
-            return self._layout.blob_path(digest).stat().st_size
-        except FileNotFoundError:
-            raise NotFound(f"{self._layout.blob_path(digest)}: there is no such blob") from None
+        return await asyncio.to_thread(self._size, digest)
 
     async def close(self) -> None:
         return None
+
+    def _read(self, digest: str, offset: int, size: int) -> bytes:
+        path = self._layout.blob_path(digest)
+        data = bytearray()
+        with _translated(str(path)), path.open("rb", buffering=0) as file:
+            while len(data) < size and (piece := os.pread(file.fileno(), size - len(data), offset + len(data))):
+                data += piece
+        if len(data) != size:
+            raise IntegrityError(f"{path}: expected {size} bytes at {offset}, received {len(data)}: it is cut off")
+        return bytes(data)
+
+    def _size(self, digest: str) -> int:
+        path = self._layout.blob_path(digest)
+        with _translated(str(path)):
+            return path.stat().st_size
 
 
 class HttpRanges:
     """Ranges from a registry, over one bounded pool of connections."""
 
-    def __init__(self, source: str, credentials: Credentials | None, connections: int, timeout_s: float) -> None:
-        parts = urlsplit(source)
-        self._base = f"{parts.scheme}://{parts.netloc}/v2{parts.path}"
-        self._host = parts.netloc
-        self._repository = parts.path.strip("/")
-        self._basic = credentials.basic(parts.netloc) if credentials else None
+    def __init__(
+        self,
+        scheme: str,
+        host: str,
+        repository: str,
+        credentials: Credentials | None,
+        connections: int,
+        timeout_s: float,
+    ) -> None:
+        self._origin = (scheme, host)
+        self._host = host
+        self._repository = repository
+        self._base = f"{scheme}://{host}/v2/{repository}"
+        self._credentials = credentials
         self._authorization: str | None = None
-        self._token_lock = asyncio.Lock()
+        self._authenticating = asyncio.Lock()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=connections, limit_per_host=connections),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s),
@@ -110,146 +118,147 @@ class HttpRanges:
         await self._session.close()
 
     async def read(self, digest: str, offset: int, size: int) -> bytes:
+        if size == 0:
+            return b""
         url = f"{self._base}/blobs/{digest}"
         headers = {"Range": f"bytes={offset}-{offset + size - 1}", "Accept-Encoding": "identity"}
-        try:
-            response = await self._request("GET", url, headers)
-            async with response:
+        with _translated(url):
+            async with await self._request("GET", url, headers) as response:
                 return await _read_range(response, url, offset, size)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Unreachable(f"{url}: {_reason(error)}") from error
 
     async def size(self, digest: str) -> int:
         url = f"{self._base}/blobs/{digest}"
-        try:
+        with _translated(url):
             async with await self._request("HEAD", url, {"Accept-Encoding": "identity"}) as response:
                 if response.content_length is None:
                     raise RegistryError(f"{url}: expected a Content-Length, received none")
                 return response.content_length
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Unreachable(f"{url}: {_reason(error)}") from error
 
     async def _request(self, method: str, url: str, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
         """A response of 2xx, after redirects and at most one round of authentication."""
         used = self._authorization
         response = await self._follow(method, url, headers, used)
-        if response.status == 401:
-            challenge = response.headers.getall("WWW-Authenticate", [])
+        if response.status == 401 and self._is_ours(str(response.url)):
+            offered = challenges.parse_challenges(response.headers.getall("WWW-Authenticate", []))
             response.release()
-            await self._authenticate(url, challenge, used)
+            await self._authenticate(offered, used)
             response = await self._follow(method, url, headers, self._authorization)
         if 200 <= response.status < 300:
             return response
-        error = await _error_of(response, url)
-        response.release()
-        raise error
+        async with response:
+            raise await _error_of(response, url)
 
-    async def _follow(self, method: str, url: str, headers: Mapping[str, str], authorization: str | None) -> aiohttp.ClientResponse:
+    async def _follow(
+        self, method: str, url: str, headers: Mapping[str, str], authorization: str | None
+    ) -> aiohttp.ClientResponse:
         """Redirects by hand: the Authorization header is for the registry and not for the storage that it points to."""
+        start = url
         for _ in range(MAX_REDIRECTS + 1):
-            own = {"Authorization": authorization} if authorization and urlsplit(url).netloc == self._host else {}
+            own = {"Authorization": authorization} if authorization and self._is_ours(url) else {}
             response = await self._session.request(method, url, headers={**headers, **own}, allow_redirects=False)
             if response.status not in (301, 302, 303, 307, 308):
                 return response
-            location = response.headers.get("Location")
+            location = response.headers.get("Location", "")
             response.release()
-            if not location:
-                raise RegistryError(f"{url}: a redirect without a Location")
             url = urljoin(url, location)
-        raise RegistryError(f"{url}: more than {MAX_REDIRECTS} redirects")
+            if not location or urlsplit(url).scheme not in ("http", "https"):
+                raise RegistryError(f"{start}: expected a redirect to http or https, received '{location}'")
+        raise RegistryError(f"{start}: expected at most {MAX_REDIRECTS} redirects, received more")
 
-    async def _authenticate(self, url: str, challenges: list[str], refused: str | None) -> None:
+    def _is_ours(self, url: str) -> bool:
+        parts = urlsplit(url)
+        return (parts.scheme, parts.netloc) == self._origin
+
+    async def _authenticate(self, offered: list[challenges.Challenge], refused: str | None) -> None:
         """Gets a new Authorization value; those who wait here behind another one take what it got."""
-        async with self._token_lock:
+        async with self._authenticating:
             if self._authorization != refused:
                 return
-            parsed = [challenge for text in challenges for challenge in parse_challenges(text)]
-            for scheme, parameters in parsed:
-                if scheme == "bearer" and "realm" in parameters:
-                    self._authorization = f"Bearer {await self._fetch_token(parameters)}"
-                    return
-                if scheme == "basic" and self._basic:
-                    if refused == f"Basic {self._basic}":
-                        raise AuthenticationFailed(f"{url}: the registry refuses the user and password for {self._host}")
-                    self._authorization = f"Basic {self._basic}"
-                    return
-        wanted = ", ".join(scheme for scheme, _ in parsed) or "nothing that is known"
-        raise AuthenticationFailed(f"{url}: the registry asks for authentication ({wanted}); log in to {self._host} with docker or podman")
+            basic = None
+            if self._credentials:
+                basic = await asyncio.to_thread(self._credentials.basic, self._host, self._repository)
+            chosen = challenges.answer(
+                offered, host=self._host, repository=self._repository, basic=basic, refused=refused
+            )
+            if isinstance(chosen, challenges.Basic):
+                self._authorization = chosen.value
+            else:
+                self._authorization = await self._fetch_token(chosen)
 
-    async def _fetch_token(self, parameters: Mapping[str, str]) -> str:
-        query = {name: parameters[name] for name in ("service", "scope") if name in parameters}
-        query.setdefault("scope", f"repository:{self._repository}:pull")
-        headers = {"Authorization": f"Basic {self._basic}"} if self._basic else {}
-        realm = parameters["realm"]
-        async with self._session.get(realm, params=query, headers=headers, allow_redirects=False) as response:
-            if response.status in (400, 401, 403):
-                raise AuthenticationFailed(f"{realm}: no token for {self._host}: status {response.status}")
-            if response.status != 200:
-                raise await _error_of(response, realm)
-            try:
-                answer = await response.json(content_type=None)
-            except ValueError as error:
-                raise RegistryError(f"{realm}: expected a token as JSON: {error}") from error
-        token = answer.get("token") or answer.get("access_token") if isinstance(answer, dict) else None
-        if not isinstance(token, str):
-            raise RegistryError(f"{realm}: expected a token, the answer has none")
-        return token
+    async def _fetch_token(self, wanted: challenges.TokenRequest) -> str:
+        realm = wanted.realm
+        with _translated(realm):
+            async with self._session.get(
+                realm, params=wanted.query, headers=wanted.headers, allow_redirects=False
+            ) as response:
+                if response.status in (400, 401, 403):
+                    raise challenges.refusal_of_token(realm, self._host, response.status)
+                if response.status != 200:
+                    raise await _error_of(response, realm)
+                data = await _read_up_to(response, challenges.MAX_TOKEN_ANSWER_BYTES)
+        return challenges.token_authorization(realm, data)
 
 
 async def _read_range(response: aiohttp.ClientResponse, url: str, offset: int, size: int) -> bytes:
-    skip = 0
-    if response.status == 206:
-        expected = rf"bytes {offset}-{offset + size - 1}/(\d+|\*)"
-        received = response.headers.get("Content-Range", "none")
-        if not re.fullmatch(expected, received):
-            raise Unreachable(f"{url}: expected bytes {offset}-{offset + size - 1}, received Content-Range {received}")
-    else:
-        skip = offset  # 200: the whole blob
-        if offset + size > MAX_WHOLE_BLOB_BYTES:
-            raise RegistryError(f"{url}: the server ignores ranges (status {response.status}); one that knows Range requests is needed")
+    if response.status != 206:
+        return await _slice_whole(response, url, offset, size)
+    received = response.headers.get("Content-Range", "none")
+    if not re.fullmatch(rf"bytes {offset}-{offset + size - 1}/(\d+|\*)", received):
+        raise Unreachable(f"{url}: expected bytes {offset}-{offset + size - 1}, received Content-Range {received}")
+    data = await _read_up_to(response, size + 1)
+    if len(data) != size:
+        more = "more" if len(data) > size else str(len(data))
+        raise Unreachable(f"{url}: expected {size} bytes at {offset}, received {more}")
+    return data
+
+
+async def _slice_whole(response: aiohttp.ClientResponse, url: str, offset: int, size: int) -> bytes:
+    """The range out of an answer of the whole blob."""
+    if offset + size > MAX_WHOLE_BLOB_BYTES:
+        response.close()
+        raise RegistryError(
+            f"{url}: expected a range (status 206), received the whole blob (status {response.status}), which is too "
+            "much to read for it; a registry or proxy that serves Range requests is needed"
+        )
+    position, wanted = 0, bytearray()
+    async for piece in response.content.iter_chunked(1 << 18):
+        wanted += piece[max(0, offset - position) :]
+        position += len(piece)
+        if len(wanted) >= size:
+            break
+    response.close()  # the rest is not wanted
+    if len(wanted) < size:
+        raise Unreachable(f"{url}: expected {size} bytes at {offset}, the answer ends after {position}")
+    return bytes(wanted[:size])
+
+
+async def _read_up_to(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     data = bytearray()
     async for piece in response.content.iter_chunked(1 << 18):
         data += piece
-        if len(data) >= skip + size:
+        if len(data) >= max_bytes:
             break
-    wanted = bytes(data[skip : skip + size])
-    if len(wanted) != size or (response.status == 206 and len(data) != size):
-        raise Unreachable(f"{url}: expected {size} bytes at {offset}, received {len(data) - skip}")
-    if response.status != 206:
-        response.close()  # the rest is not wanted
-    return wanted
+    return bytes(data[:max_bytes])
 
 
 async def _error_of(response: aiohttp.ClientResponse, url: str) -> RegistryError:
-    status = response.status
-    text = " ".join((await response.content.read(300)).decode(errors="replace").split())
-    detail = f"{url}: status {status} {response.reason or ''}".rstrip() + (f": {text}" if text else "")
-    if status == 404:
-        return NotFound(detail)
-    if status in (401, 403):
-        return AuthenticationFailed(detail)
-    if status == 416:
-        return IntegrityError(f"{url}: the blob is shorter than its manifest says (status 416)")
-    if status == 429 or status >= 500:
-        after = response.headers.get("Retry-After", "")
-        return Unreachable(detail, float(after) if after.isdecimal() else None)
-    return RegistryError(detail)
+    body = b""
+    with suppress(aiohttp.ClientError):  # docker-registry's 416 promises a body that it does not send
+        body = await _read_up_to(response, 300)
+    return error_of_status(url, response.status, response.reason, body, response.headers.get("Retry-After"))
 
 
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-_CHALLENGE = re.compile(r'([A-Za-z]+)\s+((?:[A-Za-z_]+\s*=\s*(?:"(?:[^"\\]|\\.)*"|[^\s,]+)\s*,?\s*)*)')
-_PARAMETER = re.compile(r'([A-Za-z_]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,]+))')
-
-
-def parse_challenges(text: str) -> list[tuple[str, dict[str, str]]]:
-    """A WWW-Authenticate value: schemes in lower case and their parameters (RFC 9110 §11.6.1, as far as registries use it)."""
-    challenges = []
-    for match in _CHALLENGE.finditer(text):
-        parameters = {
-            name.lower(): re.sub(r"\\(.)", r"\1", quoted) if plain == "" else plain for name, quoted, plain in _PARAMETER.findall(match[2])
-        }
-        challenges.append((match[1].lower(), parameters))
-    return challenges
+@contextmanager
+def _translated(place: str) -> Iterator[None]:
+    """The seam: what aiohttp and the file system raise becomes ours."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFound(f"{place}: there is no such blob") from None
+    except aiohttp.ClientSSLError as error:
+        raise RegistryError(f"{place}: TLS failed: {error}") from error
+    except aiohttp.InvalidURL as error:
+        raise RegistryError(f"{place}: expected an address that can be asked: {error}") from error
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise Unreachable(f"{place}: no whole answer ({reason}); is the registry running?") from error

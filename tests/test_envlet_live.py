@@ -66,7 +66,7 @@ def test_from_groups_to_a_removed_environment(root: Path) -> None:
         assert result.stdout.decode() == f"mutated\ntask request C.UTF-8\n/project\n0\n.weenv-init\n{made.id}\n"
         assert result.stderr == b"err\n"
         assert client.get(made.id).usage["pids"] == 1
-        assert diff_names(client, made.id) == [".", "etc", "project", "project/data"]
+        assert diff_names(client, made.id) == [".", "project", "project/data"]
         client.delete(made.id)
         assert client.get(made.id).state == "deleted"
         assert client.list() == []

@@ -1,19 +1,19 @@
 """Which ranges to ask for, given the chunks that are missing: a pure decision, apart from the fetching.
 
-Chunks lie back to back in the blob in the order of the stream, so neighbouring misses are one range. A gap is not fetched for the sake of a larger
-range: every byte that nobody asked for is what this system exists to save.
+Chunks lie back to back in the blob in the order of the stream, so neighbouring misses are one range. A gap is not
+fetched for the sake of a larger range: every byte that nobody asked for is what this system exists to save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import attrs
 
 from weefs.core import LayerSlot, Miss
 
 MAX_RANGE_BYTES = 4 << 20
-"""Of one request: large enough that its overhead does not matter, small enough that the first reader behind it does not wait long."""
+"""Of one request: large enough that its overhead does not matter, small enough that its first reader waits not long."""
 
 
 @attrs.frozen
@@ -34,8 +34,11 @@ class Range:
         return self.misses[-1].blob_offset + self.misses[-1].stored_size - self.offset
 
 
-def coalesce(misses: Iterable[Miss], max_range_bytes: int = MAX_RANGE_BYTES) -> list[Range]:
-    """Groups misses into ranges, those that contain the earliest misses first. A chunk larger than the bound is a range by itself."""
+def coalesce(misses: Sequence[Miss], max_range_bytes: int = MAX_RANGE_BYTES) -> list[Range]:
+    """Groups misses into ranges, those that contain the earliest misses first; a miss that occurs twice counts once.
+
+    A chunk larger than the bound is a range by itself.
+    """
     order = {(miss.layer, miss.chunk): number for number, miss in reversed(list(enumerate(misses)))}
     unique = {(miss.layer, miss.chunk): miss for miss in misses}
     ranges: list[list[Miss]] = []

@@ -1,11 +1,13 @@
 """Fetching what readers wait for: stop 6 of a read's path, between the miss queue and the registry.
 
-One task takes misses from the core when its eventfd says so, and starts a task per range, a bounded number at once. A range is tried until it arrives or its deadline
-passes: a registry that is away for a moment costs time, not an episode. What arrives goes to the core in a worker thread (decompression, SHA-256 and the write
-release the interpreter lock). A chunk that does not have its digest is asked for once more by itself, then given up: the registry's copy is
-damaged, and no number of tries mends that.
+One task takes misses from the core when its eventfd says so, and starts a task per range, a bounded number at once. A
+range is tried until it arrives or its deadline passes: a registry that is away for a moment costs time, not an episode.
+What arrives goes to the core in a worker thread (decompression, SHA-256 and the write release the interpreter lock). A
+chunk that does not have its digest is asked for once more by itself, then given up: the registry's copy is damaged, and
+no number of tries mends that.
 
-A chunk that is given up is not remembered as absent: its readers get EIO and are reported as faults, and the next reader asks again.
+A chunk that is given up is not remembered as absent: its readers get EIO and are reported as faults, and the next
+reader asks again.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
 
 import attrs
-from registry.ranges import RangeReader
 
-from registry import AuthenticationFailed, IntegrityError, NotFound, RegistryError
+from registry import RangeReader, RegistryError, Unreachable
 from weefs.coalesce import Range, coalesce
 from weefs.core import ChunkIndex, Core, CoreError, CoreFault, DamagedError, LayerSlot, Miss
 
-_FINAL = (NotFound, AuthenticationFailed, IntegrityError)
-"""Answers that asking again does not change."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @attrs.frozen
@@ -40,8 +42,12 @@ class FetchPolicy:
     longest_delay_s: float = 2.0
 
     def delay_s(self, attempt: int) -> float:
-        """Before attempt number `attempt` (from 1): exponential, with jitter, so that a returning registry is not met by everybody at once."""
-        return min(self.longest_delay_s, self.first_delay_s * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+        """To wait after attempt number `attempt` (from 1), seconds.
+
+        Exponential, with jitter, so that a returning registry is not met by everybody at once.
+        """
+        longest_s = min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(attempt - 1, 32))
+        return longest_s * random.uniform(0.5, 1.0)
 
 
 @attrs.define
@@ -65,8 +71,47 @@ class LayerSource:
     traffic: LayerTraffic
 
 
+async def read_patiently(
+    source: LayerSource, offset: int, size: int, *, deadline: float, policy: FetchPolicy, count: Callable[[], None]
+) -> bytes:
+    """A range of a layer's blob, asked for until `deadline` (the loop's time, seconds) as long as that may help.
+
+    `count` is called before each request. RegistryError: what the last one ended with.
+    """
+    loop = asyncio.get_running_loop()
+    attempt = 0
+    while True:
+        attempt += 1
+        count()
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await source.reader.read(source.digest, offset, size)
+        except TimeoutError:
+            where = f"{size} bytes at {offset} of {source.digest}"
+            raise Unreachable(f"{where}: expected an answer within {policy.deadline_s:g} s, received none") from None
+        except Unreachable as error:
+            delay_s = max(policy.delay_s(attempt), error.retry_after_s or 0.0)
+            if loop.time() + delay_s >= deadline:
+                raise
+        source.traffic.retries += 1
+        await asyncio.sleep(delay_s)
+
+
+async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """As `asyncio.to_thread`, but a cancellation waits for the thread: it uses the core, which may be closed next."""
+    task = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 class Fetcher:
-    """Serves the miss queue of one core. Owner: whoever runs `run`; it ends by cancellation, and then gives up what it had taken."""
+    """Serves the miss queue of one core.
+
+    Owner: whoever runs `run`; it ends by cancellation, and then gives up what it had taken.
+    """
 
     def __init__(self, core: Core, policy: FetchPolicy, on_faults: Callable[[list[CoreFault]], None]) -> None:
         self._core = core
@@ -122,11 +167,11 @@ class Fetcher:
 
     async def _fetch(self, wanted: Range, deadline: float, unsettled: dict[ChunkIndex, Miss]) -> None:
         stored = await self._read(wanted, deadline)
-        damaged = await asyncio.to_thread(self._publish, wanted, stored, unsettled)
+        damaged = await in_thread(self._publish, wanted, stored, unsettled)
         for miss in damaged:
             alone = Range(wanted.layer, (miss,))
             again = await self._read(alone, deadline)
-            if await asyncio.to_thread(self._publish, alone, again, unsettled):
+            if await in_thread(self._publish, alone, again, unsettled):
                 source = self._sources[wanted.layer]
                 reason = f"chunk {miss.chunk} of {source.digest} is damaged: received twice without its digest"
                 self._give_up(wanted.layer, [miss], errno.EBADMSG, reason)
@@ -135,26 +180,15 @@ class Fetcher:
     async def _read(self, wanted: Range, deadline: float) -> bytes:
         """The bytes of a range, tried until the deadline. RegistryError: the last one's."""
         source = self._sources[wanted.layer]
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                async with asyncio.timeout_at(deadline):
-                    source.traffic.requests += 1
-                    stored = await source.reader.read(source.digest, wanted.offset, wanted.size)
-                source.traffic.bytes += len(stored)
-                return stored
-            except _FINAL:
-                raise
-            except TimeoutError:
-                where = f"bytes {wanted.offset}+{wanted.size} of {source.digest}"
-                raise RegistryError(f"{where}: no answer within {self._policy.deadline_s:g} s") from None
-            except RegistryError:
-                delay = self._policy.delay_s(attempt)
-                if asyncio.get_running_loop().time() + delay >= deadline:
-                    raise
-                source.traffic.retries += 1
-                await asyncio.sleep(delay)
+
+        def count() -> None:
+            source.traffic.requests += 1
+
+        stored = await read_patiently(
+            source, wanted.offset, wanted.size, deadline=deadline, policy=self._policy, count=count
+        )
+        source.traffic.bytes += len(stored)
+        return stored
 
     def _publish(self, wanted: Range, stored: bytes, unsettled: dict[ChunkIndex, Miss]) -> list[Miss]:
         """In a thread: hands each chunk of a range to the core; returns those that did not have their digest."""

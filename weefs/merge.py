@@ -6,6 +6,7 @@ The oracle of the tests and the tree behind `weefs.reference`. Layers are applie
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -186,6 +187,11 @@ class View:
 
 OPAQUE, IMPLICIT = 1, 2
 """docs/format.md §3.2."""
+
+
+def shown_mode(node: File | Directory) -> int:
+    """st_mode: a symlink has all permission bits, as every filesystem of Linux gives it, whatever its layer says."""
+    return stat.S_IFLNK | 0o777 if node.inode.is_symlink else node.inode.mode
 
 
 def link_count(node: File | Directory) -> int:

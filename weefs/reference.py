@@ -16,7 +16,7 @@ import pyfuse3
 import trio
 
 from layerformat import FormatError, Layer
-from weefs.merge import Directory, File, View, link_count
+from weefs.merge import Directory, File, View, link_count, shown_mode
 
 FOREVER_S = 10 * 365 * 86400
 
@@ -54,7 +54,7 @@ class ReferenceFilesystem(pyfuse3.Operations):
         entry.st_ino = self._numbers[id(node)]
         entry.generation = 0
         entry.entry_timeout = entry.attr_timeout = FOREVER_S
-        entry.st_mode = record.mode
+        entry.st_mode = shown_mode(node)
         entry.st_nlink = link_count(node)
         entry.st_uid, entry.st_gid = record.uid, record.gid
         entry.st_rdev = os.makedev(record.rdev >> 8 & 0xFFF, record.rdev & 0xFF | record.rdev >> 12 & 0xFFF00)

@@ -1,4 +1,7 @@
-"""The data-plane process of a node: answers the daemon's requests over a socket pair, and reports faults. Ends when the daemon's end closes."""
+"""The data-plane process of a node: answers the daemon's requests over a socket pair, and reports faults.
+
+Ends when the daemon's end closes.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,8 @@ class Service:
             result = await self._call(request)
         except Exception as error:  # every failure is the answer; none may end the data plane
             cause = _first(error)
-            self.send(protocol.Answer(id=request.id, error=protocol.Error(kind=error_kind(cause), message=_sentence(cause))))
+            failure = protocol.Error(kind=error_kind(cause), message=_sentence(cause))
+            self.send(protocol.Answer(id=request.id, error=failure))
         else:
             self.send(protocol.Answer(id=request.id, result=result))
 
