@@ -1,4 +1,6 @@
-"""`python -m bench.chunk_size [ROOT]`: what the chunk size costs: size of the layer and its metadata against bytes fetched by real programs."""
+"""`python -m bench.chunk_size [ROOT]`: what the chunk size costs: size of the layer and its metadata against bytes
+fetched by real programs.
+"""
 
 from __future__ import annotations
 

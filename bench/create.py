@@ -1,7 +1,7 @@
 """`python -m bench.create`: how long 16 environments at once take to be ready, warm, by stage; and one at a time.
 
-The demo's groups and mutations. The clients are threads of one process, as a rollout server's would be; what is timed is the daemon's own account.
-"""
+The demo's groups and mutations. The clients are threads of one process, as a rollout server's would be; what is timed
+is the daemon's own account. """
 
 from __future__ import annotations
 

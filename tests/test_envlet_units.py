@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envlet import bundle, cgroups, errors, initproc, rpc, types
-from tools import apidoc
 from envlet.cgroups import Cgroup, CgroupError
 from envlet.config import NodeConfig
 from envlet.errors import EnvletError
@@ -29,6 +28,7 @@ from envlet.runtime import read_log
 from envlet.server import may_use
 from envlet.states import FAILURES, TRANSITIONS, check_transition
 from envlet.users import ROOT, User, resolve_user
+from tools import apidoc
 
 # Framing
 

@@ -101,8 +101,8 @@ async def _serve_until_interrupted(plane: Any, filesystem: Core, mountpoint: Pat
         finally:
             if not filesystem.ended:
                 await _unmount(mountpoint)
-            while not filesystem.ended:
-                await asyncio.sleep(0.01)  # noqa: ASYNC110 - the FUSE threads set no event
+            while not filesystem.ended:  # noqa: ASYNC110 - the FUSE threads set no event
+                await asyncio.sleep(0.01)
             fetcher.cancel()
 
 

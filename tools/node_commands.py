@@ -67,7 +67,6 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(config: Any, data_plane_config: Any) -> None:
-    import trio
 
     from envlet.daemon import serve
     from envlet.dataplane import DataPlaneLost, open_data_plane

@@ -23,9 +23,9 @@ MAX_TAKEN = 1024
 """Misses or faults taken in one call."""
 
 FUSE_OPCODES = {
-    1: "lookup", 2: "forget", 3: "getattr", 5: "readlink", 14: "open", 15: "read", 17: "statfs", 18: "release", 
+    1: "lookup", 2: "forget", 3: "getattr", 5: "readlink", 14: "open", 15: "read", 17: "statfs", 18: "release",
     22: "getxattr", 23: "listxattr", 26: "init", 27: "opendir", 28: "readdir", 29: "releasedir", 34: "access", 36: "interrupt",
-    38: "destroy",     42: "batch_forget", 44: "readdirplus", 46: "lseek", 52: "statx",
+    38: "destroy", 42: "batch_forget", 44: "readdirplus", 46: "lseek", 52: "statx",
 }  # fmt: skip
 """Names of the FUSE operations that a read-only mount sees (linux/fuse.h)."""
 
