@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 import subprocess
@@ -44,8 +45,8 @@ from weefs.protocol import FaultEvent, Layer
 
 LARGE = make_content(CHUNK * 8, 1, False)
 FILES = {"large": LARGE, "other": make_content(CHUNK * 3, 2, False), "small": b"small"}
-QUICK = FetchPolicy(deadline_s=30, first_delay_s=0.01, longest_delay_s=0.05)
-IMPATIENT = FetchPolicy(deadline_s=0.3, first_delay_s=0.01, longest_delay_s=0.05)
+QUICK = FetchPolicy(deadline_s=30, read_ahead_chunks=0, first_delay_s=0.01, longest_delay_s=0.05)
+IMPATIENT = FetchPolicy(deadline_s=0.3, read_ahead_chunks=0, first_delay_s=0.01, longest_delay_s=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +277,25 @@ def test_neighbouring_misses_become_one_range(proxy: Proxy, layer_file: Path, tm
         (chunks[0][0], sum(size for _, size in chunks[:4])),
         (chunks[6][0], sum(size for _, size in chunks[6:])),
     ]
+
+
+def test_a_sequential_reader_is_read_ahead_of(proxy: Proxy, layer_file: Path, tmp_path: Path) -> None:
+    """It waits for a few of its chunks only, and none is fetched twice."""
+    chunks = chunks_of(layer_file, "large")
+
+    async def run() -> None:
+        layers = layers_of(resolve_group(f"{proxy.host}/repo:t"))
+        async with mounted(tmp_path / "1", layers, policy=FetchPolicy()) as mount:
+            proxy.seen.clear()
+            for i in range(len(chunks)):
+                assert await mount.read("large", i * CHUNK, CHUNK) == LARGE[i * CHUNK : (i + 1) * CHUNK]
+                await wait_until(lambda: mount.plane.statistics()["fuse"]["in_flight"] == 0)
+            assert mount.plane.statistics()["fuse"]["reads_waited"] == 3  # for 0, 1 (then 2 and 3 come) and 4 (5, 6, 7)
+
+    asyncio.run(run())
+    fetched = sorted(ranges_of(proxy.seen))
+    assert fetched[0][0] == chunks[0][0]
+    assert all(begin + size == after for (begin, size), (after, _) in itertools.pairwise(fetched))
 
 
 def test_every_file_reads_as_it_was(proxy: Proxy, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ import attrs
 from registry import RangeReader, RegistryError, Unreachable
 from weefs.coalesce import Range, coalesce
 from weefs.core import ChunkIndex, Core, CoreError, CoreFault, DamagedError, LayerSlot, Miss
+from weefs.readahead import ReadAhead
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,7 +38,10 @@ class FetchPolicy:
 
     requests_at_once: int = 16
     deadline_s: float = 30.0
-    """From a chunk's miss to giving it up."""
+    """From the first request for a chunk to giving it up. Waiting for a place among `requests_at_once` does not count:
+    a registry that is slow and works must not fail an episode."""
+    read_ahead_chunks: int = 8
+    """Ahead of a sequential reader, at most; 0: never."""
     first_delay_s: float = 0.05
     longest_delay_s: float = 2.0
 
@@ -119,11 +123,16 @@ class Fetcher:
         self._on_faults = on_faults
         self._sources: dict[LayerSlot, LayerSource] = {}
         self._slots = asyncio.Semaphore(policy.requests_at_once)
+        self._ahead = ReadAhead(max_window=policy.read_ahead_chunks)
+        self._chunk_sizes: dict[LayerSlot, int] = {}
+        self._chunks: dict[LayerSlot, int] = {}
         self._reasons: dict[tuple[LayerSlot, ChunkIndex], str] = {}
 
     def add_source(self, layer: LayerSlot, source: LayerSource) -> None:
         """Must precede any plan with that layer."""
         self._sources[layer] = source
+        info = self._core.layer_info(layer)
+        self._chunk_sizes[layer], self._chunks[layer] = info.chunk_size, info.chunks
 
     def reason(self, fault: CoreFault) -> str:
         """Why a chunk was given up, for people."""
@@ -142,19 +151,31 @@ class Fetcher:
                     ready.clear()
                     _drain(fd)
                     while misses := self._core.take_misses():
-                        deadline = loop.time() + self._policy.deadline_s
-                        for wanted in coalesce(misses):
-                            tasks.create_task(self._fetch_or_fail(wanted, deadline))
+                        # What is read ahead travels apart: nobody waits for more bytes than it asked for.
+                        for wanted in [*coalesce(misses), *coalesce(self._claim_ahead(misses))]:
+                            tasks.create_task(self._fetch_or_fail(wanted))
                     if faults := self._core.take_faults():
                         self._on_faults(faults)
         finally:
             loop.remove_reader(fd)
 
-    async def _fetch_or_fail(self, wanted: Range, deadline: float) -> None:
+    def _claim_ahead(self, misses: Iterable[Miss]) -> list[Miss]:
+        """Chunks that sequential readers will want next; none while requests wait for a place."""
+        if not self._policy.read_ahead_chunks or self._slots.locked():
+            return []
+        claimed = []
+        for miss in misses:
+            for chunk in self._ahead.observe(miss, self._chunk_sizes[miss.layer]):
+                if chunk < self._chunks[miss.layer] and (ahead := self._core.claim(miss.layer, ChunkIndex(chunk))):
+                    claimed.append(ahead)
+        return claimed
+
+    async def _fetch_or_fail(self, wanted: Range) -> None:
         """Whatever happens, each of the chunks is published or failed: a reader must never wait for nobody."""
         unsettled = {miss.chunk: miss for miss in wanted.misses}
         try:
             async with self._slots:
+                deadline = asyncio.get_running_loop().time() + self._policy.deadline_s
                 await self._fetch(wanted, deadline, unsettled)
         except RegistryError as error:
             self._give_up(wanted.layer, unsettled.values(), errno.EIO, str(error))
