@@ -137,7 +137,7 @@ static void lookup_plan(const struct request *request, const char *name, size_t 
 	struct plan *plan = super_find_plan(request->w, name, length);
 	struct fuse_entry_out out;
 	struct object object;
-	int r = plan ? super_object(request->w, node_id(NODE_MERGED, plan->slot, 0, 0), &object) : -ENOENT;
+	int r = plan ? super_object(request->w, node_merged(plan->slot, 0), &object) : -ENOENT;
 
 	if (r) {
 		answer_error(request, r);
@@ -227,7 +227,7 @@ static int list_plan(struct weefs *w, uint64_t index, struct listed *ret_listed)
 	if (!plan)
 		return 1;
 	*ret_listed = (struct listed){.name = plan->name, .name_length = (uint32_t)strlen(plan->name), .type = S_IFDIR >> 12,
-				      .node = node_id(NODE_MERGED, plan->slot, 0, 0)};
+				      .node = node_merged(plan->slot, 0)};
 	return 0;
 }
 

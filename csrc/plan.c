@@ -152,7 +152,7 @@ static struct plan_entry make_entry(const struct plan *plan, const struct plan_l
 	struct plan_entry entry = {.name = layer->toc->strings + dirent->name, .name_length = dirent->name_length, .type = dirent->type};
 
 	if (dirent->type == DT_DIRECTORY)
-		entry.node = node_id(NODE_DIRECTORY, plan->slot, layer->slot, dirent->inode);
+		entry.node = node_directory(plan->slot, layer->slot, dirent->inode);
 	else
 		entry.node = node_file(layer->slot, dirent->inode);
 	if (dirent->type == DT_LOWER_LINK) {
@@ -171,6 +171,8 @@ static int add_directory(struct builder *b, const struct plan_layer *layer, uint
 	struct plan_entry *entries;
 	uint32_t count = 0;
 
+	if (plan->n_directories > NODE_MAX_INDEX)
+		return fail(b->error, -ENOSPC, "the layers have more than %u directories in common", NODE_MAX_INDEX);
 	if (grow((void **)&plan->directories, plan->n_directories + 1u, &size, sizeof(*plan->directories)))
 		return -ENOMEM;
 	b->directories_size = (uint32_t)size;
@@ -198,7 +200,7 @@ static int promote(struct builder *b, uint32_t parent, uint32_t entry, uint32_t 
 	}
 	r = add_directory(b, layer_of(b->plan, node.layer), node.index, parent, ret_index);
 	if (r == 0)
-		b->plan->directories[parent].entries[entry].node = node_id(NODE_MERGED, b->plan->slot, 0, *ret_index);
+		b->plan->directories[parent].entries[entry].node = node_merged(b->plan->slot, *ret_index);
 	return r;
 }
 
@@ -470,11 +472,13 @@ static int settle_links(struct builder *b)
 			names += b->changes[i + n].names;
 		if (names == inode->nlink || names <= 0)
 			continue;
+		if (plan->n_files > NODE_MAX_INDEX)
+			return fail(b->error, -ENOSPC, "more than %u files have another link count in this plan", NODE_MAX_INDEX);
 		if (grow((void **)&plan->files, plan->n_files + 1u, &files_size, sizeof(*plan->files)) ||
 		    grow((void **)&plan->overrides, plan->n_overrides + 1u, &overrides_size, sizeof(*plan->overrides)))
 			return -ENOMEM;
 		plan->overrides[plan->n_overrides++] = (struct plan_override){
-			.file = file, .target = file, .node = node_id(NODE_PLAN_FILE, plan->slot, 0, plan->n_files)};
+			.file = file, .target = file, .node = node_plan_file(plan->slot, plan->n_files)};
 		plan->files[plan->n_files++] = (struct plan_file){.file = file, .nlink = (uint32_t)names};
 	}
 	if (plan->n_overrides)

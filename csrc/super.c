@@ -56,7 +56,7 @@ static int merged_object(struct weefs *w, const struct plan *plan, uint32_t inde
 	object->number = merged->inode;
 	object->inode = &object->layer->toc.inodes[merged->inode];
 	object->nlink = merged->nlink;
-	object->node = node_id(NODE_MERGED, plan->slot, 0, index);
+	object->node = node_merged(plan->slot, index);
 	return 0;
 }
 
@@ -119,7 +119,7 @@ out:
 static uint64_t dirent_node(const struct object *directory, const struct toc_dirent *dirent)
 {
 	if (dirent->type == DT_DIRECTORY)
-		return node_id(NODE_DIRECTORY, directory->plan->slot, directory->layer->slot, dirent->inode);
+		return node_directory(directory->plan->slot, directory->layer->slot, dirent->inode);
 	return plan_file_node(directory->plan, directory->layer->slot, dirent->inode);
 }
 

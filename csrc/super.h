@@ -17,7 +17,7 @@
 #include "toc.h"
 
 #define SLOT_PAGE 512u
-#define SLOT_PAGES ((NODE_MAX_SLOT + 1) / SLOT_PAGE)
+#define SLOT_PAGES ((1u << NODE_SLOT_BITS) / SLOT_PAGE)
 #define MAX_LAYERS_PER_PLAN 1024u
 
 struct layer {

@@ -433,7 +433,7 @@ int weefs_lookup(struct weefs *w, uint32_t slot, const char *path, struct weefs_
 {
 	struct plan *plan = super_plan(w, slot);
 	struct object object;
-	int r = plan ? super_object(w, node_id(NODE_MERGED, slot, 0, 0), &object) : -ENOENT;
+	int r = plan ? super_object(w, node_merged(slot, 0), &object) : -ENOENT;
 
 	while (r == 0 && *(path += strspn(path, "/"))) {
 		size_t length = strcspn(path, "/");

@@ -28,7 +28,7 @@ def mount_options(lower: Path, upper: Path, work: Path) -> str:
     """The option string. Raises ValueError where it does not fit the page that mount(2) takes."""
     options = (
         f"lowerdir={escape_option(lower, ':')},upperdir={escape_option(upper)},workdir={escape_option(work)},"
-        "index=off,xino=auto,redirect_dir=off,metacopy=off"
+        "index=off,xino=on,redirect_dir=off,metacopy=off"
     )
     if len(os.fsencode(options)) >= 4096:
         raise ValueError(f"overlay options of {len(options)} bytes, 4095 at most; use shorter state and run directories")

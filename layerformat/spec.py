@@ -19,7 +19,7 @@ MAX_TOC_RAW_SIZE: Final = 1 << 32
 
 # §2 Stream and chunks
 ALIGNMENT: Final = 4096
-DEFAULT_CHUNK_SIZE: Final = 128 * 1024
+DEFAULT_CHUNK_SIZE: Final = 256 * 1024
 MAX_CHUNK_SIZE: Final = 16 * 1024 * 1024
 
 # §3.1 Header: magic version header_size incompat compat toc_size stream_size content_size chunks_end chunk_size reserved,

@@ -14,8 +14,11 @@ import attrs
 
 from weefs.core import ChunkIndex, LayerSlot, Miss
 
+RUN = 4
+"""Misses in a row that make a sequential reader. Loading a library touches two or three neighbouring chunks by chance:
+with 2 here, a large import fetched 11 % more bytes in as many requests; with 4 it is 3 %."""
 FIRST_WINDOW = 2
-"""Chunks ahead of the second miss in a row."""
+"""Chunks ahead of the last of them."""
 
 
 @attrs.define
@@ -24,16 +27,18 @@ class ReadAhead:
 
     max_window: int = 8
     max_runs: int = 1024
-    _runs: OrderedDict[tuple[LayerSlot, ChunkIndex], int] = attrs.field(factory=OrderedDict, init=False)
+    _runs: OrderedDict[tuple[LayerSlot, ChunkIndex], tuple[int, int]] = attrs.field(factory=OrderedDict, init=False)
 
     def observe(self, miss: Miss, chunk_size: int) -> range:
         """The chunks to claim behind this miss of a layer with that chunk size; empty for the first of a run."""
-        window = self._runs.pop((miss.layer, miss.chunk), 0)
+        length, window = self._runs.pop((miss.layer, miss.chunk), (0, 0))
         if miss.raw_size < chunk_size:
             return range(0)
+        if length >= RUN - 1:
+            window = min(self.max_window, 2 * window or FIRST_WINDOW)
         begin = miss.chunk + 1
         end = begin + window
-        self._runs[miss.layer, ChunkIndex(end)] = min(self.max_window, 2 * window or FIRST_WINDOW)
+        self._runs[miss.layer, ChunkIndex(end)] = (length + 1, window)
         while len(self._runs) > self.max_runs:
             self._runs.popitem(last=False)
         return range(begin, end)
