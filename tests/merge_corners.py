@@ -124,7 +124,9 @@ def plain(path: bytes) -> bytes:
 
 
 def goes_through_a_lower_symlink(blobs: list[bytes]) -> bool:
-    """A layer has something below a name that a layer below it has as a symlink; of layers that fit, as far as they do."""
+    """A layer has something below a name that a layer below it has as a symlink; of layers that fit, as far as they
+    do.
+    """
     layers = open_layers(blobs)
     for index in range(1, len(layers)):
         try:

@@ -326,7 +326,10 @@ def layers(
     lower: Iterable[bytes] = (),
     max_entries: int = 14,
 ) -> Layer:
-    """One layer, as its entries in the order of an archive. `lower`: paths of the layers below, to hide and to link to."""
+    """One layer, as its entries in the order of an archive.
+
+    `lower`: paths of the layers below, to hide and to link to.
+    """
     sketch = _Sketch()
     lower_paths = sorted(lower)
     members: Layer = []
@@ -416,7 +419,10 @@ _TARFILE_TYPES = {
 
 
 def write_tarfile(layer: Layer, *, format: int) -> bytes:
-    """As an archive by the standard library's writer, which is independent of ours. Sparse files are written out in full."""
+    """As an archive by the standard library's writer, which is independent of ours.
+
+    Sparse files are written out in full.
+    """
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=format, encoding="utf-8", errors="surrogateescape") as archive:
         for member in layer:

@@ -1,4 +1,6 @@
-"""Damage: no flipped bit and no missing byte of a layer is ever shown as something else; refusals name the table and the record."""
+"""Damage: no flipped bit and no missing byte of a layer is ever shown as something else; refusals name the table and
+the record.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Layers against a second opinion: what was put in is what the decoder shows, by every way in, and comes out as the same tar."""
+"""Layers against a second opinion: what was put in is what the decoder shows, by every way in, and comes out as the
+same tar.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def extract(archive: bytes, directory: str) -> None:
 
 
 def tree_of(directory: str, *, implicit: frozenset[bytes] = frozenset()) -> dict[bytes, Row]:
-    """Every path below a directory with all that lstat says but ctime and atime; nothing of IMPLICIT directories but their mode."""
+    """Every path below a directory with all that lstat says but ctime and atime; nothing of IMPLICIT directories
+    but their mode.
+    """
     root = os.fsencode(directory)
     groups: dict[int, list[bytes]] = {}
     rows: dict[bytes, tuple[os.stat_result, dict[str, object]]] = {}

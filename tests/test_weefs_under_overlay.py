@@ -403,7 +403,9 @@ def test_statfs_is_answered_at_both(mounted: MountedCore) -> None:
 
 
 def test_an_environment_is_one_device_and_a_linked_file_one_number(mounted: MountedCore) -> None:
-    """`xino=on`, which needs node ids that leave the highest bits free: for files, and for directories of every kind."""
+    """`xino=on`, which needs node ids that leave the highest bits free: for files, and for directories of every
+    kind.
+    """
     upper = [directory(b"d", 0o700), file(b"d/new", b"1"), directory(b"only/here", 0o755)]
     with environment_of(mounted, KINDS, upper) as env:
         status = {path: os.lstat(env.root / path) for path in ("d", "d/big", "d/new", "only", "only/here")}

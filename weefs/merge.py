@@ -1,8 +1,8 @@
 """The merged view, slow and obvious: what csrc/plan.c computes, over the reference decoder, with dictionaries.
 
-The oracle of the tests and the tree behind `weefs.reference`. Layers are applied whole, from the base up, directories before everything else, to a tree of
-`Directory` and `File` nodes. A file is one `File` object however many names it has, so its link count is the number of names.
-"""
+The oracle of the tests and the tree behind `weefs.reference`. Layers are applied whole, from the base up, directories
+before everything else, to a tree of `Directory` and `File` nodes. A file is one `File` object however many names it
+has, so its link count is the number of names. """
 
 from __future__ import annotations
 
@@ -139,7 +139,9 @@ class View:
             except LookupError:
                 found = None
             if not isinstance(found, Directory):
-                raise PlanRefused(f"layer {layer} of the plan has entries below '{printable(name)}', which is a symlink that leads to no directory")
+                raise PlanRefused(
+                    f"layer {layer} of the plan has entries below '{printable(name)}', which is a symlink that leads to no directory"
+                )
             return found
         return None
 

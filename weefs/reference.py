@@ -1,8 +1,7 @@
 """The reference filesystem: a read-only mount on pyfuse3 over the reference decoder, slow and obvious.
 
-The oracle of the tests, and what serves where the C core cannot be built. It holds whole layers as local files; nothing is fetched. Inode numbers are
-positions in a table made when the view is built, so there is no lookup count to keep.
-"""
+The oracle of the tests, and what serves where the C core cannot be built. It holds whole layers as local files; nothing
+is fetched. Inode numbers are positions in a table made when the view is built, so there is no lookup count to keep. """
 
 from __future__ import annotations
 
