@@ -5,7 +5,7 @@ VENV := build/venv
 BIN := $(VENV)/bin
 C_SOURCES := $(wildcard csrc/*.c csrc/*.h)
 C_CORE := toc plan cache read miss super fuse mount weefs
-WARNINGS := -std=gnu11 -D_GNU_SOURCE -O2 -Wall -Wextra -Werror
+WARNINGS := -std=gnu11 -O2 -Wall -Wextra -Werror
 FUZZ_SECONDS ?= 600
 
 .PHONY: setup demo test lint fuzz docs clean
@@ -38,7 +38,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	@mkdir -p build/lint
-	for name in $(C_CORE); do cc $(WARNINGS) -fanalyzer -c csrc/$$name.c -o build/lint/$$name.o || exit 1; done
+	for name in $(C_CORE); do cc $(WARNINGS) -D_GNU_SOURCE -fanalyzer -c csrc/$$name.c -o build/lint/$$name.o || exit 1; done
 	cc $(WARNINGS) -static -fanalyzer -o build/lint/init csrc/init.c
 	shellcheck tools/*.sh .ci/run
 
