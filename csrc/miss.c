@@ -29,6 +29,14 @@ int miss_init(struct miss_queue *queue, uint32_t max_pending)
 	return 0;
 }
 
+void miss_stop(struct miss_queue *queue)
+{
+	pthread_mutex_lock(&queue->lock);
+	queue->stopping = true;
+	pthread_cond_broadcast(&queue->room);
+	pthread_mutex_unlock(&queue->lock);
+}
+
 void miss_destroy(struct miss_queue *queue)
 {
 	for (uint32_t i = 0; i < MISS_BUCKETS; i++)
@@ -169,9 +177,9 @@ int miss_wait(struct miss_queue *queue, const struct read_request *request, cons
 		return -ENOMEM;
 	pending->request = *request;
 	pthread_mutex_lock(&queue->lock);
-	while (queue->n_pending >= queue->max_pending)
+	while (queue->n_pending >= queue->max_pending && !queue->stopping)
 		pthread_cond_wait(&queue->room, &queue->lock);
-	r = join_flights(queue, pending, chunks, n);
+	r = queue->stopping ? -ENODEV : join_flights(queue, pending, chunks, n);
 	if (r == 0 && pending->waiting) {
 		link_pending(queue, pending);
 		queue->waited++;

@@ -61,12 +61,17 @@ struct miss_queue {
 	uint32_t n_pending, n_flights, max_pending;
 	uint64_t interrupted, failed, waited;
 	int event_fd;
+	bool stopping;	/* the mount is gone: nobody waits for room any more */
 };
 
 int miss_init(struct miss_queue *queue, uint32_t max_pending);
 void miss_destroy(struct miss_queue *queue);
 
-/* Parks a request until `chunks` are there. 0: parked, the request is somebody else's now. 1: they are all there. -ENOMEM. */
+/* Lets FUSE threads that wait for room go, so that they can be waited for. */
+void miss_stop(struct miss_queue *queue);
+
+/* Parks a request until `chunks` are there. 0: parked, the request is somebody else's now. 1: they are all there. -ENOMEM; -ENODEV after
+ * miss_stop(). */
 int miss_wait(struct miss_queue *queue, const struct read_request *request, const uint32_t *chunks, uint32_t n);
 
 /* Marks a written chunk as present and returns the requests that can be answered now, chained by `next`; the caller answers and frees them. */

@@ -58,6 +58,7 @@ void weefs_free(struct weefs *w)
 {
 	if (!w)
 		return;
+	miss_stop(&w->misses);
 	for (uint32_t i = 0; i < atomic_load(&w->n_workers); i++)
 		worker_free(w->workers[i]);
 	for (uint32_t slot = 1; slot <= w->plans.used; slot++)
@@ -230,6 +231,7 @@ int weefs_add_plan(struct weefs *w, const char *name, const uint32_t *slots, uin
  * inside a section but for room in the miss queue, which publishing makes, from other threads than the caller's. */
 static void wait_for_readers(struct weefs *w)
 {
+	atomic_thread_fence(memory_order_seq_cst); /* no section is looked at before the pointer is gone for all */
 	for (uint32_t i = 0; i < atomic_load(&w->n_workers); i++) {
 		struct worker *worker = w->workers[i];
 		uint64_t section = atomic_load(&worker->section);

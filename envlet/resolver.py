@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import attrs
+
 from envlet.ports import LayerRef, ResolvedGroup
 from registry import Credentials, resolve_group
 
@@ -19,18 +21,7 @@ class RegistryResolver:
             reference=group.reference,
             digest=group.digest,
             role=group.role,
-            layers=tuple(
-                LayerRef(
-                    digest=layer.digest,
-                    size_bytes=layer.size_bytes,
-                    source=group.source,
-                    toc_offset=layer.toc_offset,
-                    toc_size_bytes=layer.toc_size_bytes,
-                    toc_digest=layer.toc_digest,
-                    toc_raw_size_bytes=layer.toc_raw_size_bytes,
-                )
-                for layer in group.layers
-            ),
+            layers=tuple(LayerRef(source=group.source, **attrs.asdict(layer)) for layer in group.layers),
             env=group.config.env,
             workdir=group.config.workdir,
             user=group.config.user,

@@ -174,6 +174,18 @@ def test_more_waiting_reads_than_the_bound_all_complete() -> None:
         assert results == {i: make_content(CHUNK, i, False) for i in range(24)}
 
 
+def test_a_mount_that_goes_while_reads_wait_for_room_ends() -> None:
+    with mounted_core(threads=2, max_pending=1) as mounted:
+        _slot, path = mounted.add_plan([layer_of(**{f"f{i}": make_content(CHUNK, i, False) for i in range(4)})])
+        with Gate(mounted):
+            readers = [subprocess.Popen(["cat", path / f"f{i}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for i in range(4)]
+            wait_until(lambda: mounted.core.statistics()["requests_read"] >= 2)
+            subprocess.run(["umount", "--force", mounted.mountpoint], capture_output=True)
+            assert all(reader.wait(30) for reader in readers), "each got an error and none hangs"
+            subprocess.run(["umount", "--lazy", mounted.mountpoint], capture_output=True)
+    # Leaving the block waited for the FUSE threads.
+
+
 def test_a_claimed_chunk_is_nobody_elses_until_it_is_published(mounted: MountedCore) -> None:
     blob = layer_of(f=CONTENT)
     layer = mounted.add_layer(blob)

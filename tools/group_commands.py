@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from tools import exits, output, settings
 from tools.layer_commands import progress_bar
 
@@ -106,17 +108,7 @@ def _describe(group: Group) -> dict[str, Any]:
         "source": group.source,
         "size_bytes": sum(layer.size_bytes for layer in group.layers),
         "config": {"env": list(group.config.env), "workdir": group.config.workdir, "user": group.config.user},
-        "layers": [
-            {
-                "digest": layer.digest,
-                "size_bytes": layer.size_bytes,
-                "toc_offset": layer.toc_offset,
-                "toc_size_bytes": layer.toc_size_bytes,
-                "toc_raw_size_bytes": layer.toc_raw_size_bytes,
-                "toc_digest": layer.toc_digest,
-            }
-            for layer in group.layers
-        ],
+        "layers": [attrs.asdict(layer) for layer in group.layers],
     }
 
 

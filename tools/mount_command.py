@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from tools import exits, output, settings
 
 if TYPE_CHECKING:
@@ -46,18 +48,7 @@ async def _mount(arguments: argparse.Namespace, cache_path: Path) -> int:
     layers = []
     for reference in arguments.groups:
         group = await asyncio.to_thread(resolve_group, reference, credentials=credentials)
-        layers += [
-            Layer(
-                digest=layer.digest,
-                size_bytes=layer.size_bytes,
-                source=group.source,
-                toc_offset=layer.toc_offset,
-                toc_size_bytes=layer.toc_size_bytes,
-                toc_raw_size_bytes=layer.toc_raw_size_bytes,
-                toc_digest=layer.toc_digest,
-            )
-            for layer in group.layers
-        ]
+        layers += [Layer(source=group.source, **attrs.asdict(layer)) for layer in group.layers]
     cache = CacheDirectory.open(cache_path)
     filesystem = core.Core(escape_overlay_xattrs=False)
     plane = dataplane.DataPlane(filesystem, cache, credentials=credentials)
