@@ -53,8 +53,8 @@ int cache_open(struct cache *cache, const struct toc *toc, int data_fd, int map_
 	*cache = (struct cache){.toc = toc, .data_fd = -1};
 	if (fstat(data_fd, &data) < 0 || fstat(map_fd, &map) < 0)
 		return fail(error, -errno, "cache files of the layer: %s", strerror(errno));
-	/* A data file of another size cannot be this layer's: what the map says of it is void. The map goes first, so that no order of failures
-	 * leaves a map that promises what the data does not hold. */
+	/* A data file of another size cannot be this layer's: what the map says of it is void. The map goes first, so
+	 * that no order of failures leaves a map that promises what the data does not hold. */
 	if ((uint64_t)data.st_size != stream_size || (uint64_t)map.st_size != map_size) {
 		if (ftruncate(map_fd, 0) < 0 || ftruncate(data_fd, (off_t)stream_size) < 0 || ftruncate(map_fd, (off_t)map_size) < 0)
 			return fail(error, -errno, "cache files of the layer: cannot make them %" PRIu64 " and %" PRIu64 " bytes: %s", stream_size,

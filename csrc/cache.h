@@ -1,8 +1,9 @@
-/* The chunks of one layer on this node's disk: a sparse file of the logical stream and a bitmap of the chunks that are in it.
+/* The chunks of one layer on this node's disk: a sparse file of the logical stream and a bitmap of the chunks that
+ * are in it.
  *
- * The map file is a header of 4,096 bytes and one bit per chunk, mapped shared. A bit is set after the chunk's bytes were written, so a process that dies
- * in between loses the chunk and nothing else. A machine that crashes may lose the bytes and keep the bit: hence the boot id in the header; bits of
- * an earlier boot are not believed.
+ * The map file is a header of 4,096 bytes and one bit per chunk, mapped shared. A bit is set after the chunk's bytes
+ * were written, so a process that dies in between loses the chunk and nothing else. A machine that crashes may lose
+ * the bytes and keep the bit: hence the boot id in the header; bits of an earlier boot are not believed.
  */
 #ifndef WEEFS_CACHE_H
 #define WEEFS_CACHE_H

@@ -1,10 +1,13 @@
-/* The FUSE server: a loop per cloned /dev/fuse descriptor, one request at a time, answered from tables (stops 1 to 4 of a read's path).
+/* The FUSE server: a loop per cloned /dev/fuse descriptor, one request at a time, answered from tables (stops 1 to 4
+ * of a read's path).
  *
- * Why not libfuse: taking over an initialised session, RESEND and passthrough need the device itself, and node ids that are addresses make its inode table
- * pointless. What is here is the part of the protocol that a read-only filesystem needs.
+ * Why not libfuse: taking over an initialised session, RESEND and passthrough need the device itself, and node ids
+ * that are addresses make its inode table pointless. What is here is the part of the protocol that a read-only
+ * filesystem needs.
  *
- * Nothing changes, so nothing times out: entries, absences, attributes, directory and page caches are kept for good. Only the mount's own root, which lists the
- * plans, changes, and then the kernel is told. OPEN and OPENDIR are answered ENOSYS, after which the kernel sends none.
+ * Nothing changes, so nothing times out: entries, absences, attributes, directory and page caches are kept for good.
+ * Only the mount's own root, which lists the plans, changes, and then the kernel is told. OPEN and OPENDIR are
+ * answered ENOSYS, after which the kernel sends none.
  */
 #include "fuse.h"
 
@@ -364,7 +367,8 @@ static void do_lseek(const struct request *request)
 
 /* ---- extended attributes ---- */
 
-/* Is the stored name one that would instruct an overlay above us? Then it is shown with one more "overlay.", as the kernel itself escapes it. */
+/* Is the stored name one that would instruct an overlay above us? Then it is shown with one more "overlay.", as the
+ * kernel itself escapes it. */
 static bool must_escape(const struct weefs *w, const char *name, size_t length)
 {
 	return w->options.escape_overlay_xattrs && length >= OVERLAY_PREFIX_LENGTH && memcmp(name, OVERLAY_PREFIX, OVERLAY_PREFIX_LENGTH) == 0;

@@ -15,8 +15,9 @@ void *fuse_thread(void *worker);
 void fuse_answer_read(struct weefs *w, const struct read_request *request);
 void fuse_answer_error(int fd, uint64_t unique, int error);
 
-/* The list of plans changed: the kernel drops what it holds of the root's attributes and listing. A plan has gone: it drops its directory tree. Any thread but
- * a FUSE thread, under no lock: the kernel may wait for a lookup that a FUSE thread is to answer. */
+/* The list of plans changed: the kernel drops what it holds of the root's attributes and listing. A plan has gone: it
+ * drops its directory tree. Any thread but a FUSE thread, under no lock: the kernel may wait for a lookup that a FUSE
+ * thread is to answer. */
 void fuse_root_changed(struct weefs *w);
 void fuse_forget_plan(struct weefs *w, const char *name);
 

@@ -1,5 +1,5 @@
-/* Fuzzing: hostile bytes as a TOC. What the validator accepts must then be safe to use: every name is looked up, every directory listed, and the layer
- * merged over itself, with nothing but the guarantees of toc.h. */
+/* Fuzzing: hostile bytes as a TOC. What the validator accepts must then be safe to use: every name is looked up,
+ * every directory listed, and the layer merged over itself, with nothing but the guarantees of toc.h. */
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>

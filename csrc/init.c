@@ -3,17 +3,18 @@
  *   weenv-init init FD           pid 1. FD is one end of a stream socket.
  *   weenv-init run FD DIR -- CMD…   wrapper of one command. FD is one end of a stream socket, or "-" for none.
  *
- * As pid 1 it reads the initialisation commands from FD (each ended by a NUL, the whole by end of file), runs them one after
- * the other with `/bin/sh -c`, and reports each on FD. Commands come by descriptor and not as arguments so that a process in the environment
- * cannot read them later in /proc/1/cmdline: they often hold the fault that a harness has to find. For the same reason the
- * memory that held them is wiped before pid 1 idles. Running them here saves one start of the OCI runtime for each.
+ * As pid 1 it reads the initialisation commands from FD (each ended by a NUL, the whole by end of file), runs them
+ * one after the other with `/bin/sh -c`, and reports each on FD. Commands come by descriptor and not as arguments so
+ * that a process in the environment cannot read them later in /proc/1/cmdline: they often hold the fault that a
+ * harness has to find. For the same reason the memory that held them is wiped before pid 1 idles. Running them here
+ * saves one start of the OCI runtime for each.
  *
  *   pid 1 to daemon:   "command INDEX WAIT_STATUS MICROSECONDS TAIL_BYTES\n" and the last bytes that the command wrote,
  *                      then "ready\n"; or "failed REASON\n". The first command that fails is the last one reported.
  *
  * As wrapper it is the child subreaper of the command, so that a process that daemonises becomes its child and not
- * pid 1's. End of file on FD, SIGTERM or SIGHUP kill every descendant; the wrapper leaves when none is left. When the command
- * ends by itself, what it left running in the background goes on under pid 1.
+ * pid 1's. End of file on FD, SIGTERM or SIGHUP kill every descendant; the wrapper leaves when none is left. When the
+ * command ends by itself, what it left running in the background goes on under pid 1.
  *
  *   wrapper to daemon: "exit N\n", "signal N\n", "exec ERRNO\n" (could not be executed), "chdir ERRNO\n".
  *   Its own exit status: that of the command, 128 + signal, 127 (not found) or 126 (cannot be executed).

@@ -1,15 +1,17 @@
-/* READ requests that wait for chunks, and the chunks that they wait for: the single-flight queue between the FUSE threads and whoever fetches.
+/* READ requests that wait for chunks, and the chunks that they wait for: the single-flight queue between the FUSE
+ * threads and whoever fetches.
  *
- *              reader needs it               weefs_take_misses()
- *   (absent) ------------------> QUEUED ----------------------------> TAKEN --- publish ---> present, its waiters are answered
- *       |                                                               |
- *       +------------------------- weefs_claim() ---------------------> |------ fail ------> absent, its waiters get EIO
+ *              reader needs it            weefs_take_misses()
+ *   (absent) ------------------> QUEUED ------------------> TAKEN --- publish --> present, its waiters are answered
+ *       |                                                     |
+ *       +-------------------- weefs_claim() ----------------> |------- fail ----> absent, its waiters get EIO
  *
- * A chunk has at most one flight. A request waits for all its absent chunks at once and is answered when the last arrives, by the thread that
- * published it; or at once with EIO when one fails; or with EINTR when its reader is interrupted. In the last two cases the record stays until its
- * flights have ended, but is `done`.
+ * A chunk has at most one flight. A request waits for all its absent chunks at once and is answered when the last
+ * arrives, by the thread that published it; or at once with EIO when one fails; or with EINTR when its reader is
+ * interrupted. In the last two cases the record stays until its flights have ended, but is `done`.
  *
- * Bounds: at most `max_pending` requests wait; the next FUSE thread that would add one waits in miss_wait() itself, and with it the kernel's queue.
+ * Bounds: at most `max_pending` requests wait; the next FUSE thread that would add one waits in miss_wait() itself,
+ * and with it the kernel's queue.
  */
 #ifndef WEEFS_MISS_H
 #define WEEFS_MISS_H
@@ -74,10 +76,12 @@ void miss_stop(struct miss_queue *queue);
  * miss_stop(). */
 int miss_wait(struct miss_queue *queue, const struct read_request *request, const uint32_t *chunks, uint32_t n);
 
-/* Marks a written chunk as present and returns the requests that can be answered now, chained by `next`; the caller answers and frees them. */
+/* Marks a written chunk as present and returns the requests that can be answered now, chained by `next`; the caller
+ * answers and frees them. */
 struct pending *miss_arrived(struct miss_queue *queue, struct layer *layer, uint32_t chunk);
 
-/* Ends a flight without its chunk; returns the requests to be answered with EIO, chained as above. The caller gives each back to miss_release(). */
+/* Ends a flight without its chunk; returns the requests to be answered with EIO, chained as above. The caller gives
+ * each back to miss_release(). */
 struct pending *miss_failed(struct miss_queue *queue, struct layer *layer, uint32_t chunk, int error);
 void miss_release(struct miss_queue *queue, struct pending *pending);
 

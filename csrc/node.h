@@ -1,16 +1,17 @@
-/* What a FUSE node id means: a pure function of the registered layers and plans, so that nothing is allocated on LOOKUP and a restarted server
- * answers old ids correctly.
+/* What a FUSE node id means: a pure function of the registered layers and plans, so that nothing is allocated on
+ * LOOKUP and a restarted server answers old ids correctly.
  *
- *   63 62 | 61 ........ 44 | 43 ........ 26 | 25 ......... 0
- *   ------+----------------+----------------+---------------
- *     0   |       0        |   layer slot   |  inode           a file: the same id in every plan, so one page cache for all environments
- *     0   |   plan slot    |   layer slot   |  inode           a directory that only one layer of the plan has
- *     0   |   plan slot    |       0        |  index           a merged directory of the plan
- *     0   |   plan slot    |    2^18 - 1    |  index           a file whose link count is another in this plan than in its layer
+ *   63 62 | 61 ........ 44 | 43 ........ 26 | 25 ..... 0
+ *   ------+----------------+----------------+-----------
+ *     0   |       0        |   layer slot   |  inode      a file: the same id in every plan, so one page cache for all
+ *     0   |   plan slot    |   layer slot   |  inode      a directory that only one layer of the plan has
+ *     0   |   plan slot    |       0        |  index      a merged directory of the plan
+ *     0   |   plan slot    |    2^18 - 1    |  index      a file whose link count is another in this plan than in its layer
  *
- * Directories must not share an id between plans: the kernel would move the dentry from one parent to the other. Slots count from 1 and the last layer slot is
- * never given, so FUSE's root id 1 (plan 0, layer 0, inode 1) is nobody's. The id is also the inode number that stat(2) shows; overlayfs needs its two
- * highest bits (xino), to keep numbers of layers apart.
+ * Directories must not share an id between plans: the kernel would move the dentry from one parent to the other.
+ * Slots count from 1 and the last layer slot is never given, so FUSE's root id 1 (plan 0, layer 0, inode 1) is
+ * nobody's. The id is also the inode number that stat(2) shows; overlayfs needs its two highest bits (xino), to keep
+ * numbers of layers apart.
  */
 #ifndef WEEFS_NODE_H
 #define WEEFS_NODE_H

@@ -225,8 +225,9 @@ const struct plan_entry *plan_find(const struct plan_directory *directory, const
 
 /* ---- paths through the plan so far ---- */
 
-/* Follows `path` from merged directory `at` as a lookup inside the root does, making every directory on its way a merged one (they are few: this is
- * for lower links and for implicit directories over symlinks). The last component is not followed when it is a symlink, unless `follow`. */
+/* Follows `path` from merged directory `at` as a lookup inside the root does, making every directory on its way a
+ * merged one (they are few: this is for lower links and for implicit directories over symlinks). The last component
+ * is not followed when it is a symlink, unless `follow`. */
 static int walk(struct builder *b, uint32_t at, const char *path, size_t length, bool follow, int *links, uint32_t *ret_directory,
 		uint32_t *ret_entry)
 {

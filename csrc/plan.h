@@ -1,11 +1,12 @@
 /* The merged view of one plan: what its layers look like on top of each other.
  *
- * Only directories that more than one layer has are computed, when the plan is added; everything below a directory of a single layer is read straight
- * from that layer's TOC. Layers are applied from the base up, as an unpacker would apply them, which decides the corner cases (docs/decisions/0002):
+ * Only directories that more than one layer has are computed, when the plan is added; everything below a directory of
+ * a single layer is read straight from that layer's TOC. Layers are applied from the base up, as an unpacker would
+ * apply them, which decides the corner cases (docs/decisions/0002):
  *
  * - a whiteout, or an entry that is no directory, hides what is below; an opaque directory too;
- * - an implicit directory (the layer holds something below it, but no entry for it) changes no attributes, and where the layers below have a
- *   symlink it goes through it, as an unpacker's path lookup does;
+ * - an implicit directory (the layer holds something below it, but no entry for it) changes no attributes, and where
+ *   the layers below have a symlink it goes through it, as an unpacker's path lookup does;
  * - a lower link is the lower file itself, and link counts are the number of names that the plan shows.
  *
  * Immutable once built. Names point into the TOCs of the layers, which must outlive the plan.
@@ -68,8 +69,8 @@ struct plan {
 	uint64_t content_size;	/* of the layers */
 };
 
-/* Builds the plan of `n` layers, base first; `slot` becomes part of its node ids. -EXDEV, -ENOENT, -ELOOP, -ENOTDIR with a sentence: the layers
- * do not fit together; -ENOMEM. */
+/* Builds the plan of `n` layers, base first; `slot` becomes part of its node ids. -EXDEV, -ENOENT, -ELOOP, -ENOTDIR
+ * with a sentence: the layers do not fit together; -ENOMEM. */
 int plan_build(const char *name, uint32_t slot, const struct plan_layer *layers, uint32_t n, struct plan **ret_plan, struct weefs_error *ret_error);
 
 /* NULL is allowed. */

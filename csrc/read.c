@@ -1,4 +1,5 @@
-/* Ranges of files in the logical stream: stop 3 of a read's path, where a range becomes chunks, and the copying of those that are present. */
+/* Ranges of files in the logical stream: stop 3 of a read's path, where a range becomes chunks, and the copying of
+ * those that are present. */
 #include "read.h"
 
 #include <errno.h>
@@ -76,7 +77,8 @@ uint32_t read_missing(const struct layer *layer, const struct toc_inode *inode, 
 	while (next_piece(&pieces, &piece)) {
 		uint32_t chunk = toc_chunk_at(toc, piece.stream_offset);
 
-		/* Small extents may share a chunk: do not name it twice. Extents that go back in the stream are legal; miss_wait() copes with doubles. */
+		/* Small extents may share a chunk: do not name it twice. Extents that go back in the stream are
+		 * legal; miss_wait() copes with doubles. */
 		if (chunk < next && missing && ret_chunks[missing - 1] == chunk)
 			chunk = next;
 		for (; chunk < toc->n_chunks && toc->chunks[chunk].stream_offset < piece.stream_offset + piece.length && missing < n; chunk++)

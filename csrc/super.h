@@ -1,7 +1,8 @@
 /* The superblock: the layers and plans of one FUSE mount, by slot.
  *
- * Slots are written under `lock` and read without one: pointers are published with release order and never change while set. A plan is freed after every FUSE
- * thread has been seen outside a request (`struct worker.section`); layers live as long as the superblock. Slots are never reused.
+ * Slots are written under `lock` and read without one: pointers are published with release order and never change
+ * while set. A plan is freed after every FUSE thread has been seen outside a request (`struct worker.section`);
+ * layers live as long as the superblock. Slots are never reused.
  */
 #ifndef WEEFS_SUPER_H
 #define WEEFS_SUPER_H

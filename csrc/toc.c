@@ -268,8 +268,9 @@ static int check_name(const struct toc *toc, uint32_t index, uint32_t first, str
 	return 0;
 }
 
-/* The entries of one directory. `lengths` has the length of each directory's path, `names` counts the names (directories: subdirectories + 2),
- * `at_parent` says whether one of them lies in the directory that the inode calls its parent. */
+/* The entries of one directory. `lengths` has the length of each directory's path, `names` counts the names
+ * (directories: subdirectories + 2), `at_parent` says whether one of them lies in the directory that the inode calls
+ * its parent. */
 static int check_directory(const struct toc *toc, uint32_t number, uint16_t *lengths, uint32_t *names, uint8_t *at_parent,
 			   struct weefs_error *error)
 {

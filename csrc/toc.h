@@ -1,7 +1,8 @@
-/* The table of contents of one layer: on-disk structures (docs/format.md §3), validation, and lookups in the validated tables.
+/* The table of contents of one layer: on-disk structures (docs/format.md §3), validation, and lookups in the
+ * validated tables.
  *
- * toc_validate() walks every table once and is the only code that treats the bytes as hostile. What it accepts is immutable and may be indexed without
- * another look; everything else here takes a validated `struct toc`.
+ * toc_validate() walks every table once and is the only code that treats the bytes as hostile. What it accepts is
+ * immutable and may be indexed without another look; everything else here takes a validated `struct toc`.
  */
 #ifndef WEEFS_TOC_H
 #define WEEFS_TOC_H

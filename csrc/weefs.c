@@ -227,8 +227,9 @@ int weefs_add_plan(struct weefs *w, const char *name, const uint32_t *slots, uin
 	return 0;
 }
 
-/* Waits until every FUSE thread has been outside a request once: none can hold a pointer that was unpublished before. Requests never wait for a plan
- * inside a section but for room in the miss queue, which publishing makes, from other threads than the caller's. */
+/* Waits until every FUSE thread has been outside a request once: none can hold a pointer that was unpublished before.
+ * Requests never wait for a plan inside a section but for room in the miss queue, which publishing makes, from other
+ * threads than the caller's. */
 static void wait_for_readers(struct weefs *w)
 {
 	atomic_thread_fence(memory_order_seq_cst); /* no section is looked at before the pointer is gone for all */

@@ -121,7 +121,8 @@ int weefs_miss_fd(struct weefs *w);
 uint32_t weefs_take_misses(struct weefs *w, struct weefs_miss *ret_misses, uint32_t n);
 uint32_t weefs_take_faults(struct weefs *w, struct weefs_fault *ret_faults, uint32_t n);
 
-/* Claims a chunk that no reader waits for, to fetch it ahead: 1 when it is now the caller's to publish or fail, 0 when it is present or somebody fetches it. */
+/* Claims a chunk that no reader waits for, to fetch it ahead: 1 when it is now the caller's to publish or fail, 0
+ * when it is present or somebody fetches it. */
 int weefs_claim(struct weefs *w, uint32_t layer, uint32_t chunk, struct weefs_miss *ret_miss);
 
 /* The only way into the cache: decompress, compare the digest, write, mark as present, answer the readers that wait for it.
