@@ -7,6 +7,7 @@ and knows better.
 
 from __future__ import annotations
 
+import abc
 import io
 import os
 import stat
@@ -91,8 +92,9 @@ class _Raw(io.RawIOBase):
         self._pending = self._pending[count:]
         return count
 
+    @abc.abstractmethod
     def _next(self, size: int) -> bytes:
-        raise NotImplementedError
+        """About `size` more bytes; none at the end."""
 
     def _error(self, what: str) -> SourceError:
         return SourceError(self._source, what, offset=self._file.position)
