@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -28,7 +29,9 @@ from registry.manifest import (
     parse_manifest,
 )
 from registry.reference import LayoutReference, RegistryReference, parse_reference, parse_source, with_digest
-from registry.remote import Remote
+
+if TYPE_CHECKING:
+    from registry.remote import Remote
 
 FOOTER_SIZE = 80
 
@@ -121,6 +124,8 @@ def _push_to_registry(
     manifest: bytes,
     credentials: Credentials | None,
 ) -> None:
+    from registry.remote import Remote  # oras takes a sixth of a second to import, and a layout needs none of it
+
     with Remote(reference, credentials) as remote, tempfile.TemporaryDirectory(prefix="weenv-push-") as scratch:
         for path, descriptor in files:
             remote.upload_file(path, descriptor.digest, descriptor.size_bytes)
@@ -138,6 +143,8 @@ def resolve_group(reference: str, *, credentials: Credentials | None = None) -> 
             store = Layout(parsed.directory)
             data = store.read_blob(parsed.digest or store.resolve(parsed.tag or ""))
         else:
+            from registry.remote import Remote
+
             store = stack.enter_context(Remote(parsed, credentials))
             data = store.read_manifest(parsed.digest or parsed.tag or "")
         manifest = parse_manifest(data, name)
@@ -164,5 +171,7 @@ def pull_layer(
     if directory is not None:
         Layout(directory).copy_blob(digest, size_bytes, path)
         return
+    from registry.remote import Remote
+
     with Remote(RegistryReference(host, repository, None, digest), credentials) as remote:
         remote.download(digest, size_bytes, path)

@@ -27,6 +27,7 @@ ONLY_IN = {
     "cffi": {"weefs/core_build.py"},
     "oras": {"registry/remote.py"},
     "requests": {"registry/remote.py"},
+    "aiohttp": {"registry/http_ranges.py"},
     "argparse": {path.relative_to(ROOT).as_posix() for path in (ROOT / "tools").rglob("*.py")} | {"weefs/__main__.py"},
 }
 """Seams: what touches a foreign thing, in one place."""

@@ -20,10 +20,10 @@ from registry import (
     RegistryError,
     Unreachable,
     open_ranges,
-    ranges,
     resolve_group,
 )
 from registry.challenges import Challenge, TokenRequest, answer, parse_challenges, token_authorization
+from registry.http_ranges import MAX_WHOLE_BLOB_BYTES
 
 BLOB = bytes(range(256)) * 400
 DIGEST = f"sha256:{hashlib.sha256(BLOB).hexdigest()}"
@@ -76,7 +76,7 @@ def test_a_large_blob_that_comes_whole_is_refused_and_not_read() -> None:
         run_server(endless) as host,
         pytest.raises(RegistryError, match=r"received the whole blob .status 200.") as caught,
     ):
-        read(host, ranges.MAX_WHOLE_BLOB_BYTES, 1)
+        read(host, MAX_WHOLE_BLOB_BYTES, 1)
     assert type(caught.value) is RegistryError  # not to be asked again
 
 
