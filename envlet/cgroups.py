@@ -58,8 +58,8 @@ class Layout:
 
 
 def detect(mountinfo: str, proc_cgroups: str, root: Path = Path("/")) -> Layout:
-    """The layout, from the texts of `/proc/self/mountinfo` and `/proc/cgroups`. `root` is put before the paths (for
-    tests).
+    """The layout, from the texts of `/proc/self/mountinfo` and `/proc/cgroups`, and what a version 2 tree says of
+    itself. `root` is put before the paths (for tests).
 
     Raises CgroupError where there is none.
     """
@@ -79,7 +79,8 @@ def detect(mountinfo: str, proc_cgroups: str, root: Path = Path("/")) -> Layout:
             if controllers and not any(tree.controllers == controllers for tree in trees):
                 trees.append(Hierarchy(1, path, controllers))
         elif mount.kind == "cgroup2" and not any(tree.version == 2 for tree in trees):
-            trees.append(Hierarchy(2, path, frozenset(name for name, number in enabled.items() if number == 0)))
+            unused = frozenset(name for name, number in enabled.items() if number == 0)
+            trees.append(Hierarchy(2, path, _own_controllers(path, unused)))
         elif mount.source == HIDDEN_CGROUP2:
             litter = path
     versions = {tree.version for tree in trees}
@@ -87,6 +88,16 @@ def detect(mountinfo: str, proc_cgroups: str, root: Path = Path("/")) -> Layout:
         raise CgroupError("no cgroup file system is mounted; mount one at /sys/fs/cgroup")
     kind: Kind = "hybrid" if len(versions) == 2 or litter else ("v1" if 1 in versions else "v2")
     return Layout(kind, tuple(trees), litter)
+
+
+def _own_controllers(path: Path, unused: frozenset[str]) -> frozenset[str]:
+    """What a version 2 tree has: it says so itself. From Linux 6.12 on `/proc/cgroups` can leave out what the kernel
+    has for version 2 only, as the memory controller; `unused` (in no version 1 tree) serves where there is no file.
+    """
+    try:
+        return frozenset((path / "cgroup.controllers").read_text().split())
+    except FileNotFoundError:
+        return unused
 
 
 def detect_here() -> Layout:

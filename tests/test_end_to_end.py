@@ -224,9 +224,8 @@ def test_from_a_registry_to_a_reward(node: Node, groups: Groups, tmp_path: Path)
     node("env", "exec", execution, "--", "/opt/repair")
     diff = tmp_path / "diff.tar"
     node("env", "diff", execution, "-o", diff)
-    evaluation = create(
-        node, groups.base, groups.task, groups.evaluator, options=("--role", "evaluation", "--apply", diff)
-    )
+    several = ("--group", groups.base, groups.task, groups.evaluator)  # one option may have several references
+    evaluation = node("env", "create", *several, "--role", "evaluation", "--apply", diff)
     assert node("env", "exec", evaluation, "--", "/eval/check") == "reward 1"
     listed = {env["id"]: env for env in json.loads(node("env", "ls", "--format", "json"))}
     assert listed[execution]["state"] == listed[evaluation]["state"] == "ready"

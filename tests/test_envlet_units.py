@@ -146,7 +146,7 @@ UNIFIED = "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
 HIDDEN = f"50 31 0:60 / /sys/fs/cgroup/unified rw - tmpfs {HIDDEN_CGROUP2} rw\n"
 
 
-def test_layouts_are_recognised() -> None:
+def test_layouts_are_recognised(tmp_path: Path) -> None:
     v1 = cgroups.detect(V1, V1_CONTROLLERS)
     assert (v1.kind, v1.litter) == ("v1", None)
     assert v1.having("cpu") == v1.having("cpuacct")
@@ -154,9 +154,11 @@ def test_layouts_are_recognised() -> None:
     assert memory is not None
     assert (memory.version, memory.path) == (1, Path("/sys/fs/cgroup/memory"))
     assert v1.having("cpuset") is None
-    v2 = cgroups.detect(V2, V2_CONTROLLERS)
+    v2 = cgroups.detect(V2, V2_CONTROLLERS, tmp_path)
     assert v2.kind == "v2"
-    assert v2.hierarchies == (cgroups.Hierarchy(2, Path("/sys/fs/cgroup"), frozenset(("cpuset", "cpu", "memory", "pids"))),)
+    assert v2.hierarchies == (
+        cgroups.Hierarchy(2, tmp_path / "sys/fs/cgroup", frozenset(("cpuset", "cpu", "memory", "pids"))),
+    )
     hybrid = cgroups.detect(V1 + UNIFIED, V1_CONTROLLERS)
     assert (hybrid.kind, len(hybrid.hierarchies)) == ("hybrid", 6)
     hidden = cgroups.detect(V1 + UNIFIED + HIDDEN, V1_CONTROLLERS)
@@ -164,6 +166,16 @@ def test_layouts_are_recognised() -> None:
     assert hidden.litter == Path("/sys/fs/cgroup/unified")
     with pytest.raises(CgroupError, match="no cgroup file system"):
         cgroups.detect("", V1_CONTROLLERS)
+
+
+def test_a_version_2_tree_says_itself_what_it_has(tmp_path: Path) -> None:
+    """/proc/cgroups may name less (memory is not in version 1 any more) or more (net_cls is in version 1 only)."""
+    tree = tmp_path / "sys/fs/cgroup"
+    tree.mkdir(parents=True)
+    (tree / "cgroup.controllers").write_text("cpu memory pids\n")
+    text = "#subsys_name\thierarchy\tnum_cgroups\tenabled\ncpu\t0\t9\t1\npids\t0\t9\t1\nnet_cls\t0\t1\t1\n"
+    found = cgroups.detect(V2, text, tmp_path)
+    assert found.hierarchies == (cgroups.Hierarchy(2, tree, frozenset(("cpu", "memory", "pids"))),)
 
 
 def test_the_unified_mount_of_a_hybrid_host_is_found_and_only_that() -> None:

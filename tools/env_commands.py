@@ -22,7 +22,7 @@ def register(commands: Any) -> None:
 
     create = sub.add_parser("create", help="make an environment; prints its id")
     create.add_argument(
-        "--group", action="append", required=True, metavar="REF", help="a layer group; repeatable, base first"
+        "--group", action="extend", nargs="+", required=True, metavar="REF", help="layer groups, base first; repeatable"
     )
     create.add_argument(
         "--init", action="append", default=[], metavar="CMD", help="a shell command at initialisation; repeatable"
