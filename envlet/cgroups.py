@@ -91,8 +91,9 @@ def detect(mountinfo: str, proc_cgroups: str, root: Path = Path("/")) -> Layout:
 
 
 def _own_controllers(path: Path, unused: frozenset[str]) -> frozenset[str]:
-    """What a version 2 tree has: it says so itself. From Linux 6.12 on `/proc/cgroups` can leave out what the kernel
-    has for version 2 only, as the memory controller; `unused` (in no version 1 tree) serves where there is no file.
+    """What a version 2 tree has: it says so itself. `/proc/cgroups` is about version 1: it names controllers that
+    version 2 does not have (net_cls), and releases of Linux 6.12 left out those that only version 2 has, memory among
+    them. `unused`, what it says to be in no version 1 tree, serves where there is no file.
     """
     try:
         return frozenset((path / "cgroup.controllers").read_text().split())

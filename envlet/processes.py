@@ -57,8 +57,16 @@ def _above(fd: int, lowest: int) -> int:
 
 
 async def wait_exit(pidfd: int) -> None:
-    """Returns when the process has ended. It can be anybody's."""
-    await trio.lowlevel.wait_readable(pidfd)
+    """Returns when the process has ended. It can be anybody's, and several may wait.
+
+    Each waits on a descriptor of its own: trio lets one task wait for a descriptor, and the caller may close `pidfd`
+    meanwhile.
+    """
+    own = os.dup(pidfd)
+    try:
+        await trio.lowlevel.wait_readable(own)
+    finally:
+        os.close(own)
 
 
 def reap(pidfd: int) -> int | None:

@@ -24,6 +24,7 @@ from envlet.mounts import HIDDEN_CGROUP2, hybrid_unified, parse_mountinfo
 from envlet.overlay import mount_options
 from envlet.plans import Plans
 from envlet.ports import Fault, LayerRef, MountedPlan
+from envlet.processes import wait_exit
 from envlet.runtime import read_log
 from envlet.server import may_use
 from envlet.states import FAILURES, TRANSITIONS, check_transition
@@ -573,3 +574,22 @@ def test_descriptors_of_a_spawned_program_are_exactly_those_given(tmp_path: Path
 
     trio.run(main)
     assert (tmp_path / "out").read_text().split() == ["0", "1", "2", "3", "4"]  # 4: the directory that ls reads
+
+
+def test_several_tasks_may_wait_for_one_process() -> None:
+    """The supervisor of an environment still waits for its pid 1 while a removal begins to."""
+
+    async def main() -> None:
+        process = await trio.lowlevel.open_process(["sleep", "100"])
+        pidfd = os.pidfd_open(process.pid)
+        try:
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(wait_exit, pidfd)
+                await trio.testing.wait_all_tasks_blocked()
+                process.kill()
+        finally:
+            os.close(pidfd)
+            await process.wait()
+
+    trio.run(main)
