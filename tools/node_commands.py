@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from tools import exits, output, settings
 
 
@@ -52,8 +54,9 @@ def run_serve(arguments: argparse.Namespace) -> int:
         memory_bytes=chosen.memory,
         pids=chosen.pids,
         environments_max=chosen.environments_max,
-        starting_max=chosen.starting_max,
     )
+    if chosen.starting_max is not None:
+        config = attrs.evolve(config, starting_max=chosen.starting_max)
     data_plane = DataPlaneConfig(
         mount_path=config.run_dir / "layers",
         cache_path=chosen.cache_path.absolute(),

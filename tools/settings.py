@@ -68,7 +68,8 @@ class NodeSettings:
     fuse_threads: int = 4
     chunk_deadline_s: float = 30.0
     environments_max: int = 1024
-    starting_max: int = attrs.field(factory=lambda: 2 * (os.cpu_count() or 1))
+    starting_max: int | None = None
+    """None: 1.5 x the cores, as envlet decides."""
 
     @property
     def socket_path(self) -> Path:
