@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -188,7 +187,7 @@ async def open_data_plane(config: DataPlaneConfig) -> AsyncIterator[WeefsDataPla
                 yield plane
             finally:
                 nursery.cancel_scope.cancel()
-                await _end(process, config.mount_path)
+                await _end(process, stream, config.mount_path)
     finally:
         _unmount(config.mount_path)
         while fuse_fds:
@@ -210,14 +209,12 @@ async def _wait_until_ready(plane: WeefsDataPlane, process: trio.Process) -> Non
         nursery.cancel_scope.cancel()
 
 
-async def _end(process: trio.Process, mount_path: Path) -> None:
-    """Unmounts first: the process's FUSE threads end with the mount. Its control socket is closed by the caller's
-    stream.
-    """
+async def _end(process: trio.Process, stream: trio.SocketStream, mount_path: Path) -> None:
+    """Unmounts first: the process's FUSE threads end with the mount. The end of the stream ends the process."""
     with trio.CancelScope(shield=True):
         _unmount(mount_path)
+        await stream.aclose()
         with trio.move_on_after(5):
-            process.send_signal(signal.SIGTERM)
             await process.wait()
         if process.returncode is None:
             process.kill()

@@ -30,9 +30,7 @@ NODE_NUMBERS = itertools.count()
 def weenv(*arguments: str | Path, status: int = 0, stdin: bytes | None = None) -> str:
     """Runs the command line; its stdout. The exit status must be the expected one."""
     result = subprocess.run([WEENV, *map(str, arguments)], input=stdin, capture_output=True)
-    assert result.returncode == status, (
-        f"status {result.returncode}\n{result.stdout.decode()}\n{result.stderr.decode()}"
-    )
+    assert result.returncode == status, f"status {result.returncode}\n{result.stdout.decode()}\n{result.stderr.decode()}"
     return result.stdout.decode().strip()
 
 
@@ -153,14 +151,14 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-def start_node(directory: Path, cgroup: str) -> Node:
+def start_node(directory: Path, cgroup: str, *, group: bool = False) -> Node:
     directory.mkdir(exist_ok=True)
     config = directory / "node.toml"
-    config.write_text(
-        f'state_dir = "{directory}/state"\nrun_dir = "{directory}/run"\ncgroup_parent = "{cgroup}"\nchunk_deadline_s = 2.0\n'
-    )
+    config.write_text(f'state_dir = "{directory}/state"\nrun_dir = "{directory}/run"\ncgroup_parent = "{cgroup}"\nchunk_deadline_s = 2.0\n')
     with (directory / "log").open("ab") as log:
-        process = subprocess.Popen([WEENV, "node", "serve", "--config", config], stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [WEENV, "node", "serve", "--config", config], stdout=log, stderr=subprocess.STDOUT, process_group=0 if group else None
+        )
     node = Node(process, directory, cgroup)
     wait_until(lambda: node.socket.exists() or process.poll() is not None, "the start of the daemon")
     assert process.poll() is None, node.log()
@@ -178,9 +176,9 @@ def left_behind(node: Node) -> list[str]:
 
 
 @contextlib.contextmanager
-def run_node(directory: Path, *, status: int = 0) -> Iterator[Node]:
+def run_node(directory: Path, *, status: int = 0, group: bool = False) -> Iterator[Node]:
     """A daemon that must end with `status` and leave nothing."""
-    node = start_node(directory, f"/weenv-test-{os.getpid()}-{next(NODE_NUMBERS)}")
+    node = start_node(directory, f"/weenv-test-{os.getpid()}-{next(NODE_NUMBERS)}", group=group)
     try:
         yield node
     finally:
@@ -271,14 +269,8 @@ def test_the_exit_status_is_the_commands(node: Node, groups: Groups, command: tu
 def test_exec_options(node: Node, groups: Groups) -> None:
     environment = create(node, groups.base, groups.task, options=("--env", "WHO=world"))
     assert node("env", "exec", environment, "--", "sh", "-c", "echo $GREETING $WHO $(pwd)") == "hello world /work"
-    assert (
-        node("env", "exec", environment, "--workdir", "/etc", "--env", "WHO=you", "--", "sh", "-c", "echo $WHO $(pwd)")
-        == "you /etc"
-    )
-    assert (
-        node("env", "exec", environment, "--timeout", "0.3", "--", "sh", "-c", "sleep 100 & sleep 100", status=124)
-        == ""
-    )
+    assert node("env", "exec", environment, "--workdir", "/etc", "--env", "WHO=you", "--", "sh", "-c", "echo $WHO $(pwd)") == "you /etc"
+    assert node("env", "exec", environment, "--timeout", "0.3", "--", "sh", "-c", "sleep 100 & sleep 100", status=124) == ""
     assert "sleep" not in node("env", "exec", environment, "--", "sh", "-c", "cat /proc/[0-9]*/cmdline")
     node("env", "rm", environment)
     assert "there is no environment" in node.refused("env", "exec", "nobody", "--", "true", status=125)
@@ -320,9 +312,7 @@ def test_a_terminal(node: Node, groups: Groups) -> None:
 
 
 def test_refusals_say_what_and_have_their_status(node: Node, groups: Groups, registry: str) -> None:
-    assert "role evaluator" in node.refused(
-        "env", "create", "--group", groups.base, "--group", groups.evaluator, status=1
-    )
+    assert "role evaluator" in node.refused("env", "create", "--group", groups.base, "--group", groups.evaluator, status=1)
     assert registry in node.refused("env", "create", "--group", f"{registry}/demo/nothing:1", status=3)
     assert "expected oci:DIR:TAG or HOST" in node.refused("env", "create", "--group", "nonsense", status=2)
     refused = node.refused("env", "create", "--group", groups.base, "--init", "echo some output; exit 9", status=1)
@@ -407,3 +397,19 @@ def test_the_daemon_killed_and_started_again(groups: Groups, tmp_path: Path) -> 
             second.process.send_signal(signal.SIGTERM)
             assert second.process.wait(60) == 0, second.log()
         assert left_behind(second) == []
+
+
+def test_a_signal_to_the_whole_process_group_ends_it_cleanly(groups: Groups, tmp_path: Path) -> None:
+    """As a service manager or a terminal sends it: the data plane must wait until the daemon has removed everything."""
+    with run_node(tmp_path / "node", group=True) as node:
+        create(node, groups.base, groups.task)
+        os.killpg(node.process.pid, signal.SIGTERM)
+        assert node.process.wait(60) == 0, node.log()
+        assert "ERROR" not in node.log()
+
+
+def test_a_second_daemon_on_the_same_state_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with run_node(tmp_path / "node") as node:
+        message = refusal("node", "serve", "--config", node.directory / "node.toml", status=1)
+        assert "another process serves from this cache" in message
+        assert node("env", "ls", "--format", "json") == "[]"

@@ -9,9 +9,11 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 from registry import load_credentials
+from weefs.errors import WeefsError
 from weefs.fetch import FetchPolicy
 from weefs.service import serve
 
@@ -34,18 +36,24 @@ def main() -> None:
         help="seconds until a chunk is given up",
     )
     arguments = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C goes to the daemon, which ends us by closing its end
+    # ^C on a terminal and a service manager's SIGTERM reach the daemon too: it ends its environments first, then us, by
+    # closing its end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=arguments.control)
     credentials = load_credentials(arguments.auth_file) if arguments.auth_file else None
-    asyncio.run(
-        serve(
-            control,
-            arguments.fuse,
-            arguments.cache,
-            policy=FetchPolicy(deadline_s=arguments.deadline),
-            credentials=credentials,
+    try:
+        asyncio.run(
+            serve(
+                control,
+                arguments.fuse,
+                arguments.cache,
+                policy=FetchPolicy(deadline_s=arguments.deadline),
+                credentials=credentials,
+            )
         )
-    )
+    except WeefsError as error:
+        sys.exit(f"weefs: {error}")
     # The FUSE threads end with the mount, which is the daemon's: they are not waited for.
     os._exit(0)
 

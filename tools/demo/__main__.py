@@ -33,6 +33,7 @@ from tools.demo.faults import FAULTS, Fault
 
 WEENV = Path(sys.executable).with_name("weenv")
 TIMES = ("resolve_s", "mount_s", "runtime_s", "mutation_s", "queue_s", "total_s")
+LIMIT_S = 600
 TASK_ENV = ("PYTHONPATH=/src/src:/opt/deps", "PYTHONDONTWRITEBYTECODE=1")
 
 
@@ -193,23 +194,23 @@ class Batch:
         fault, execution = pair
         p = self._published
         with Client(self._socket) as client, tempfile.TemporaryFile() as diff:
-            result = client.exec(execution.id, ["/opt/harness/repair.py", "/src", fault.tests], timeout_s=200)
-            if result.exit_code not in (0, 1):
-                raise SystemExit(
-                    f"demo: the harness ended with {result.exit_code}: {result.stderr.decode(errors='replace')}"
-                )
+            result = client.exec(execution.id, ["/opt/harness/repair.py", "/src", fault.tests], timeout_s=LIMIT_S)
+            if result.timed_out or result.exit_code not in (0, 1):
+                how = f"was killed after {LIMIT_S} s" if result.timed_out else f"ended with {result.exit_code}"
+                raise SystemExit(f"demo: the harness of {fault.name} {how}: {result.stderr.decode(errors='replace')}")
             client.diff(execution.id, diff.fileno())
             client.delete(execution.id)
             diff.seek(0)
             evaluation = client.create([p.base, p.task, p.evaluator], role="evaluation", apply_fd=diff.fileno())
-            judged = client.exec(evaluation.id, ["python3", "/eval/evaluate.py"], timeout_s=200)
+            judged = client.exec(evaluation.id, ["python3", "/eval/evaluate.py"], timeout_s=LIMIT_S)
             client.delete(evaluation.id)
             return Episode(
                 fault.name, execution, evaluation, json.loads(result.stdout), json.loads(judged.stdout)["reward"]
             )
 
     def work_all(self, made: Sequence[EnvironmentInfo]) -> list[Episode]:
-        with ThreadPoolExecutor(len(self._faults)) as pool:
+        """As many harnesses at once as there are cores: a model's turns would be waits, a search for a repair is all CPU."""
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             return list(pool.map(self.work, zip(self._faults, made, strict=True)))
 
 
