@@ -12,6 +12,8 @@
  *   pid 1 to daemon:   "command INDEX WAIT_STATUS MICROSECONDS TAIL_BYTES\n" and the last bytes that the command wrote,
  *                      then "ready\n"; or "failed REASON\n". The first command that fails is the last one reported.
  *
+ * Nothing inside ends pid 1: it handles SIGTERM, and only one from outside its PID namespace.
+ *
  * As wrapper it is the child subreaper of the command, so that a process that daemonises becomes its child and not
  * pid 1's. End of file on FD, SIGTERM or SIGHUP kill every descendant; the wrapper leaves when none is left. When the
  * command ends by itself, what it left running in the background goes on under pid 1.
@@ -103,6 +105,13 @@ static int64_t now_us(void)
 }
 
 /* ---- pid 1 ---- */
+
+/* Whether kill(2) was called by a process that this PID namespace does not have: its pid reads as 0 here. The kernel keeps
+ * SI_USER to itself, so a process inside cannot pretend to be outside; what it sends does not end its environment. */
+static bool is_from_outside(int32_t code, uint32_t pid)
+{
+        return code == SI_USER && pid == 0;
+}
 
 /* The last TAIL_BYTES that were put in. */
 struct tail {
@@ -205,7 +214,7 @@ static bool run_command(int index, const char *command, int control, int signal_
                 if (polled[0].revents) {
                         struct signalfd_siginfo info;
                         while (read(signal_fd, &info, sizeof info) == sizeof info)
-                                if (info.ssi_signo == SIGTERM)
+                                if (info.ssi_signo == SIGTERM && is_from_outside(info.ssi_code, info.ssi_pid))
                                         _exit(0);
                 }
                 if (reap(pid, &status))
@@ -293,8 +302,9 @@ static int main_init(int control)
                 return 1;
         for (;;) {
                 int status;
+                siginfo_t info;
                 reap(0, &status);
-                if (sigwaitinfo(&handled, NULL) == SIGTERM)
+                if (sigwaitinfo(&handled, &info) == SIGTERM && is_from_outside(info.si_code, (uint32_t)info.si_pid))
                         return 0;
         }
 }

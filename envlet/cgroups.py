@@ -333,6 +333,23 @@ class Cgroup:
         return None
 
 
+def make_parent(layout: Layout, path: str) -> Path:
+    """The parent of the environments' groups in the first hierarchy, made if it is not there: what a daemon locks. Raises
+    CgroupError.
+    """
+    tree = layout.hierarchies[0]
+    here = tree.path
+    for part in path.strip("/").split("/"):
+        here = here / part
+        try:
+            here.mkdir(exist_ok=True)
+            if "cpuset" in tree.controllers and tree.version == 1:
+                _inherit_cpuset(here)
+        except OSError as error:
+            raise CgroupError(f"the control group {here} could not be made: {error}; run the daemon where it may make groups") from error
+    return here
+
+
 def remove_if_empty(layout: Layout, path: str) -> None:
     """Removes a parent group that has nothing in it; leaves one that has."""
     for tree in layout.hierarchies:

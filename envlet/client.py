@@ -7,6 +7,7 @@ killed.
 
 import array
 import contextlib
+import math
 import os
 import socket
 from collections import deque
@@ -160,6 +161,10 @@ class Client:
         on_terminal: Callable[[int], None] | None = None,
     ) -> R:
         """Sends a request and waits for its answer. Raises EnvletError, ConnectionLost."""
+        for name in request.__struct_fields__:
+            value = getattr(request, name)
+            if isinstance(value, float) and not math.isfinite(value):  # as JSON it would be null: the default
+                raise EnvletError(errors.INVALID_PARAMS, f"{method}: {name} is {value}; a finite number is expected")
         self._last_id += 1
         try:
             with contextlib.suppress(BrokenPipeError):  # refused before it was sent: the reason is still to be read

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import attrs
 
+from envlet.types import CPU_MAX, CPU_MIN
+
 SOCKET_PATH_MAX_BYTES = 107
 INIT_PROGRAM = Path(__file__).parent / "weenv-init"
 
@@ -53,6 +55,8 @@ class NodeConfig:
             raise ValueError(
                 f"a socket below {self.run_dir} would need {longest} bytes, {SOCKET_PATH_MAX_BYTES} at most; choose a shorter path"
             )
+        if not CPU_MIN <= self.cpu <= CPU_MAX:
+            raise ValueError(f"cpu is {CPU_MIN:g} to {CPU_MAX} cores; received {self.cpu:g}")
         if not self.cgroup_parent.startswith("/") or not self.cgroup_parent.strip("/"):
             raise ValueError(f"cgroup_parent is absolute and not the root; received {self.cgroup_parent!r}")
 

@@ -6,10 +6,12 @@ every client's request runs in the nursery of its connection, and what it was ma
 
 At its start the daemon removes what an earlier one with the same state directory left: the directory of an
 environment is made before anything else of it and removed after everything else, so its names are the complete list.
-A lock file keeps two daemons apart.
+Before it touches any of it, it takes three locks: on the state directory, on the run directory and on the parent of
+the control groups. Each alone names environments that another daemon's clean-up would take for its own leftovers.
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -25,17 +27,18 @@ from typing import Any
 
 import trio
 
-from envlet import cgroups, errors, mounts, processes, syscalls
+from envlet import cgroups, errors, mounts, overlay, processes, syscalls
 from envlet.bundle import OPEN_FILES_MAX
 from envlet.cgroups import Cgroup, CgroupError, Layout
 from envlet.config import NodeConfig
-from envlet.environment import Environment, Node, remove_directories
+from envlet.environment import Environment, Node
 from envlet.errors import EnvletError
 from envlet.groups import first_error
 from envlet.mounted import MountedPlans
 from envlet.plans import Plans
 from envlet.ports import DataPlane, Fault, Resolver
 from envlet.registry_errors import translate
+from envlet.removal import remove_directories
 from envlet.runtime import Runtime, open_null
 from envlet.server import Server
 from envlet.types import (
@@ -60,6 +63,9 @@ log = logging.getLogger("envlet")
 
 OnTerminal = Callable[[int], Awaitable[None]]
 _REMOVE_AT_ONCE = 8
+_FULL_BYTES = 65536
+_FULL_INODES = 16
+"""With less than this left, an environment cannot be made."""
 
 
 class Daemon:
@@ -121,7 +127,10 @@ class Daemon:
             await environment.start(descriptors[0] if descriptors else None)
         except BaseException as error:
             self._counts["failed_creations"] += 1
+            full = _no_space(error, self._node.config)  # before the undoing makes room
             await self._undo(environment)
+            if full is not None:
+                raise full from error
             if isinstance(error, (CgroupError, OSError)):
                 raise EnvletError(errors.RUNTIME_FAILED, f"{environment_id} could not be made: {error}") from error
             raise
@@ -298,13 +307,19 @@ async def _serve(
     syscalls.set_child_subreaper()
     processes.seal_descriptors()
     with contextlib.ExitStack() as stack:
+        for directory, what in ((config.state_dir, "state directory"), (config.run_dir, "run directory")):
+            directory.mkdir(parents=True, exist_ok=True, mode=0o755)
+            stack.callback(os.close, _lock(directory / "lock", os.O_RDWR | os.O_CREAT, f"{what} {directory}"))
+        layout = cgroups.detect_here()
+        parent = cgroups.make_parent(layout, config.cgroup_parent)
+        stack.callback(os.close, _lock(parent, os.O_RDONLY | os.O_DIRECTORY, f"control group {config.cgroup_parent}"))
+        stack.callback(cgroups.remove_if_empty, layout, config.cgroup_parent)
         _make_directories(config)
-        stack.callback(os.close, _lock(config.state_dir))
         null_fd = open_null()
         stack.callback(os.close, null_fd)
         runtime = await trio.to_thread.run_sync(Runtime.find, config.runtime, config.runtime_dir)
-        layout = cgroups.detect_here()
         await clean_up(config, runtime, layout, null_fd)
+        await trio.to_thread.run_sync(_require_upper, config)  # after the clean-up, which may make the room for it
         node = Node(
             config=config,
             runtime=runtime,
@@ -328,7 +343,6 @@ async def _serve(
             finally:
                 with trio.CancelScope(shield=True):
                     await daemon.close()
-                cgroups.remove_if_empty(layout, config.cgroup_parent)
                 nursery.cancel_scope.cancel()
 
 
@@ -352,39 +366,96 @@ def _make_directories(config: NodeConfig) -> None:
         directory.chmod(0o700)
 
 
-def _lock(state_dir: Path) -> int:
-    """The lock of the state directory, held by an open file. Raises EnvletError if another daemon has it."""
-    fd = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _lock(path: Path, flags: int, what: str) -> int:
+    """A lock, held by an open file. Raises EnvletError if another daemon has it."""
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise EnvletError(
-            errors.EXISTS, f"another daemon uses the state directory {state_dir}; stop it or choose another directory"
-        ) from None
+        raise EnvletError(errors.EXISTS, f"another daemon uses the {what}; stop it or choose another") from None
     return fd
 
 
+def _require_upper(config: NodeConfig) -> None:
+    """Refuses a filesystem on which no environment could start. Blocks. Raises EnvletError(MOUNT_FAILED or CAPACITY)."""
+    state_dir = config.state_dir
+    scratch = state_dir / "probe"
+    try:
+        remove_directories(scratch)
+        overlay.probe(scratch)
+    except OSError as error:
+        full = _no_space(error, config)
+        if full is not None:
+            raise full from error
+        raise EnvletError(
+            errors.MOUNT_FAILED,
+            f"the state directory {state_dir} is on {mounts.filesystem_of(state_dir)}, which cannot hold what environments write "
+            f"(the upper directory of an overlay: {error}); choose a state_dir on ext4, xfs or btrfs, in a container on a volume",
+        ) from error
+    finally:
+        remove_directories(scratch)
+
+
+def _no_space(error: BaseException, config: NodeConfig) -> EnvletError | None:
+    """A full disk as what it is: no room on this node. Not everybody says ENOSPC: an overlay whose work directory cannot
+    be made is read-only, and a runtime that cannot write its log says nothing.
+    """
+    failed = isinstance(error, (OSError, CgroupError)) or (
+        isinstance(error, EnvletError) and error.code in (errors.RUNTIME_FAILED, errors.MOUNT_FAILED)
+    )
+    if not failed:
+        return None
+    where = next((str(path) for path in (config.uppers_dir, config.bundles_dir, config.runtime_dir) if _is_full(path)), None)
+    cause = error.__cause__ if isinstance(error, EnvletError) else error
+    if where is None and isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = os.fsdecode(cause.filename or f"{config.state_dir} or {config.run_dir}")
+    if where is None:
+        return None
+    return EnvletError(errors.CAPACITY, f"{where}: no space left; free some (df -h, df -i) or ask another node ({error})")
+
+
+def _is_full(path: Path) -> bool:
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return False
+    return status.f_bavail * status.f_frsize < _FULL_BYTES or (status.f_files > 0 and status.f_ffree < _FULL_INODES)
+
+
 async def clean_up(config: NodeConfig, runtime: Runtime, layout: Layout, null_fd: int) -> list[str]:
-    """Removes what an earlier daemon left of its environments; their ids. Raises EnvletError(CLEANUP_FAILED)."""
+    """Removes what an earlier daemon left of its environments; their ids. What cannot be removed does not keep the rest.
+    Raises EnvletError(CLEANUP_FAILED), which names what is left.
+    """
     left = sorted({*os.listdir(config.uppers_dir), *os.listdir(config.bundles_dir), *os.listdir(config.runtime_dir)})
+    failures: list[str] = []
     try:
         mounts.unmount_below(str(config.bundles_dir))
-        for environment_id in left:
-            group = Cgroup(layout, f"{config.cgroup_parent.rstrip('/')}/{environment_id}")
-            if group.exists():
-                await group.kill()
-            await runtime.delete(environment_id, config.run_dir / "cleanup.log", null_fd)
-            await group.remove()
-            directories = (config.runtime_dir, config.bundles_dir, config.uppers_dir)
-            await trio.to_thread.run_sync(
-                remove_directories, *(directory / environment_id for directory in directories)
-            )
-            log.warning("removed %s, which an earlier daemon left", environment_id)
         for socket_file in config.console_dir.iterdir():
             socket_file.unlink()
-    except (CgroupError, OSError, EnvletError) as error:
+    except OSError as error:
+        failures.append(str(error))
+    for environment_id in left:
+        try:
+            await _clean_up_one(config, runtime, layout, null_fd, environment_id)
+            log.warning("removed %s, which an earlier daemon left", environment_id)
+        except Exception as error:  # of any kind: the others are still removed, and the node says what stays
+            log.error("%s is not removed", environment_id, exc_info=not isinstance(error, (CgroupError, OSError, EnvletError)))
+            failures.append(f"{environment_id}: {error}")
+    if failures:
+        more = f"; and {len(failures) - 3} more" if len(failures) > 3 else ""
         raise EnvletError(
-            errors.CLEANUP_FAILED, f"what an earlier daemon left could not be removed: {error}"
-        ) from error
+            errors.CLEANUP_FAILED,
+            f"what an earlier daemon left could not be removed: {'; '.join(failures[:3])}{more}; remove it by hand and start again",
+        )
     return left
+
+
+async def _clean_up_one(config: NodeConfig, runtime: Runtime, layout: Layout, null_fd: int, environment_id: str) -> None:
+    group = Cgroup(layout, f"{config.cgroup_parent.rstrip('/')}/{environment_id}")
+    if group.exists():
+        await group.kill()
+    await runtime.delete(environment_id, config.run_dir / "cleanup.log", null_fd)
+    await group.remove()
+    directories = (config.runtime_dir, config.bundles_dir, config.uppers_dir)
+    await trio.to_thread.run_sync(remove_directories, *(directory / environment_id for directory in directories))

@@ -17,6 +17,7 @@ caller freezes it): a file that changes its size while it is read is an error.
 import errno
 import os
 import stat
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol, cast
@@ -35,6 +36,8 @@ from layerformat.tarwriter import TarWriter
 WHITEOUT = b".wh."
 OPAQUE_NAME = b".wh..wh..opq"
 _READ_BYTES = 1 << 20
+_SHOWN_BYTES = 200
+_DEVICES_SHOWN = 5
 _KINDS = {
     stat.S_IFREG: Kind.REGULAR,
     stat.S_IFDIR: Kind.DIRECTORY,
@@ -81,7 +84,21 @@ def walk_changes(upper: Path, lower: Path, marks: Collection[Mark] = ()) -> Iter
     """The entries of the diff, each directory before what is in it. Blocks. Raises OSError or
     EnvletError(DIFF_FAILED).
     """
-    return _Walk(os.fsencode(upper), {mark.path: mark for mark in marks}).directory(b"", os.fsencode(lower))
+    return _Walk(os.fsencode(upper), {mark.path: mark for mark in marks}).changes(os.fsencode(lower))
+
+
+@attrs.define
+class _Directory:
+    """A directory that the walk is in."""
+
+    path: bytes
+    lower: bytes | None
+    """What the plan shows in its place, if that is a directory that one still sees."""
+    own: Change
+    said: tuple[Change, ...] | None
+    """What is written at once, after the directory itself; None: it is as it was."""
+    names: deque[bytes]
+    """What is in it and not visited yet."""
 
 
 class _Walk:
@@ -92,47 +109,71 @@ class _Walk:
         self._marks = marks
         self._first_names: dict[tuple[int, int], bytes] = {}
 
-    def directory(self, path: bytes, lower: bytes | None) -> Iterator[Change]:
-        """A directory and all below. `lower`: what the plan shows in its place, if that is a directory. One that is
-        as it was is written only if something below it is not: overlayfs copies all parents of what it copies up.
+    def changes(self, lower: bytes) -> Iterator[Change]:
+        """All of it. A directory that is as it was is held back and written only if something below it is not:
+        overlayfs copies all parents of what it copies up. A list and no recursion: strangers choose the depth.
         """
-        full = os.path.join(self._upper, path)
-        status = os.lstat(full)
-        mine = [Change(self._entry(path or b".", full, status))]
-        if not self._untouched(path, status) and not self._is_as_below(mine[0].entry, full, lower):
-            yield from mine
-            mine.clear()
-        if _is_opaque(full):
-            if lower is not None:
-                yield Change(Entry(os.path.join(path, OPAQUE_NAME), Kind.REGULAR), is_whiteout=True)
-            lower = None
-        for name in sorted(os.listdir(full)):
-            for change in self._child(path, name, lower):
-                yield from mine
-                mine.clear()
-                yield change
+        held: list[Change] = []
+        stack: list[_Directory] = []
+        found: Change | _Directory | None = self._directory(b"", lower)
+        while True:
+            if isinstance(found, _Directory):
+                held.append(found.own)
+                stack.append(found)
+                said = found.said
+            else:
+                said = (found,) if found is not None else None
+            if said is not None:
+                yield from held
+                held.clear()
+                yield from said
+            while stack and not stack[-1].names:
+                left = stack.pop()
+                if held and held[-1] is left.own:
+                    held.pop()
+            if not stack:
+                return
+            found = self._child(stack[-1], stack[-1].names.popleft())
 
-    def _child(self, parent: bytes, name: bytes, lower: bytes | None) -> Iterator[Change]:
-        path = os.path.join(parent, name)
+    def _child(self, parent: _Directory, name: bytes) -> "Change | _Directory | None":
+        path = os.path.join(parent.path, name)
+        try:
+            return self._found(parent, name, path)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            shown = path[:_SHOWN_BYTES] + b"..."
+            raise refuse(shown, f"a path of {len(path)} bytes is too long for this system; remove it or make it shorter") from error
+
+    def _found(self, parent: _Directory, name: bytes, path: bytes) -> "Change | _Directory | None":
         full = os.path.join(self._upper, path)
         status = os.lstat(full)
         if is_whiteout(status):
-            yield Change(Entry(os.path.join(parent, WHITEOUT + name), Kind.REGULAR), is_whiteout=True)
-            return
+            return Change(Entry(os.path.join(parent.path, WHITEOUT + name), Kind.REGULAR), is_whiteout=True)
         if name.startswith(WHITEOUT):
             raise refuse(path, "an OCI layer cannot have this name, it would remove another entry; rename it")
         if stat.S_ISDIR(status.st_mode):
-            yield from self.directory(path, _lower_directory(lower, name))
-            return
+            return self._directory(path, _lower_directory(parent.lower, name))
         if self._untouched(path, status) or stat.S_ISSOCK(status.st_mode):
-            return
+            return None
         entry = self._entry(path, full, status)
         if status.st_nlink > 1:
             first = self._first_names.setdefault((status.st_dev, status.st_ino), path)
             if first != path:
-                yield Change(attrs.evolve(entry, kind=Kind.HARD_LINK, target=first, size=0, xattrs={}))
-                return
-        yield Change(entry, full if entry.kind is Kind.REGULAR else None)
+                return Change(attrs.evolve(entry, kind=Kind.HARD_LINK, target=first, size=0, xattrs={}))
+        return Change(entry, full if entry.kind is Kind.REGULAR else None)
+
+    def _directory(self, path: bytes, lower: bytes | None) -> _Directory:
+        full = os.path.join(self._upper, path)
+        status = os.lstat(full)
+        own = Change(self._entry(path or b".", full, status))
+        is_changed = not self._untouched(path, status) and not self._is_as_below(own.entry, full, lower)
+        said: tuple[Change, ...] | None = () if is_changed else None
+        if _is_opaque(full):
+            if lower is not None:
+                said = (Change(Entry(os.path.join(path, OPAQUE_NAME), Kind.REGULAR), is_whiteout=True),)
+            lower = None
+        return _Directory(path, lower, own, said, deque(sorted(os.listdir(full))))
 
     def _untouched(self, path: bytes, status: os.stat_result) -> bool:
         return self._marks.get(path) == Mark(path, status.st_ino, status.st_ctime_ns)
@@ -178,7 +219,8 @@ def _lower_directory(lower: bytes | None, name: bytes) -> bytes | None:
 
 def write_diff(changes: Iterable[Change], out: Writable) -> DiffResult:
     """Writes the tar and its end. Blocks. Raises OSError or EnvletError(DIFF_FAILED)."""
-    entries = whiteouts = content_bytes = 0
+    entries = whiteouts = content_bytes = device_count = 0
+    devices: list[str] = []
     with TarWriter(cast(BinaryIO, out)) as tar:
         for change in changes:
             if change.source is None:
@@ -188,7 +230,11 @@ def write_diff(changes: Iterable[Change], out: Writable) -> DiffResult:
             entries += 1
             whiteouts += change.is_whiteout
             content_bytes += change.entry.size
-    return DiffResult(entries=entries, whiteouts=whiteouts, content_bytes=content_bytes)
+            if change.entry.kind in (Kind.CHARACTER, Kind.BLOCK):
+                device_count += 1
+                if len(devices) < _DEVICES_SHOWN:
+                    devices.append(f"/{printable(change.entry.path)}")
+    return DiffResult(entries=entries, whiteouts=whiteouts, content_bytes=content_bytes, devices=devices, device_count=device_count)
 
 
 def _add_file(tar: TarWriter, entry: Entry, source: bytes) -> None:

@@ -15,7 +15,6 @@ import errno
 import json
 import logging
 import os
-import shutil
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -34,6 +33,7 @@ from envlet.initproc import ProtocolError, Reports, read_reports, send_commands
 from envlet.mounted import MountedPlans
 from envlet.plans import Plan
 from envlet.ports import MountedPlan
+from envlet.removal import remove_directories
 from envlet.runtime import Runtime
 from envlet.states import FAILURES, check_transition
 from envlet.streams import CancellableFile
@@ -53,6 +53,8 @@ log = logging.getLogger("envlet")
 
 _UNMOUNT_DEADLINE_S = 10.0
 _LOST_WRAPPER_GRACE_S = 0.5
+_EXPECTED = (CgroupError, EnvletError, OSError)
+"""What the steps of an end raise when the machine refuses; anything else is a defect."""
 
 
 @attrs.frozen
@@ -326,8 +328,7 @@ class Environment:
             index, last = len(results) - 1, results[-1]
             return EnvletError(
                 errors.INIT_FAILED,
-                f"init command {index} ({commands[index][:200]!r}) ended with status {last.exit_code}; "
-                f"the end of its output: {last.output_tail[-2000:].strip() or '(none)'}",
+                f"init command {index} ({commands[index][:200]!r}) ended with status {last.exit_code}",
                 {"index": index, "command": commands[index], "exit_code": last.exit_code, "output_tail": last.output_tail},
             )
         running = f"init command {len(results)} ({commands[len(results)][:200]!r})" if len(results) < len(commands) else "pid 1"
@@ -444,7 +445,13 @@ class Environment:
 
     async def diff(self, out_fd: int) -> DiffResult:
         """Writes the diff as a tar to a borrowed descriptor. Raises EnvletError."""
-        self._require((FAILURES - {"expired"}) | {"ready"})
+        if self.state == "lost":
+            raise EnvletError(
+                errors.WRONG_STATE,
+                f"the environment {self.id} is lost ({self.cause}): a diff compares with files that cannot be read any more; delete it",
+                {"id": self.id, "state": self.state, "cause": self.cause},
+            )
+        self._require((FAILURES - {"expired", "lost"}) | {"ready"})
         async with self._activity(needs_processes=False), self._freezing:
             frozen = self.state == "ready"
             try:
@@ -454,6 +461,10 @@ class Environment:
             except (OSError, CgroupError) as error:
                 if self._ending.is_set():
                     await trio.lowlevel.checkpoint()
+                if isinstance(error, OSError) and error.errno == errno.ENOTCONN:
+                    raise EnvletError(
+                        errors.DIFF_FAILED, "the data plane ended while the diff was taken; what the environment changed cannot be said"
+                    ) from error
                 raise EnvletError(errors.DIFF_FAILED, f"the diff could not be written: {error}") from error
             finally:
                 if frozen and self.cgroup.exists():
@@ -477,7 +488,8 @@ class Environment:
             async with self._removal:
                 if self.state == "deleted":
                     return
-                self._move("deleting")
+                if self.state != "deleting":
+                    self._move("deleting")
                 self._ending.set()
                 for scope in list(self._activities):
                     scope.cancel()
@@ -486,7 +498,8 @@ class Environment:
                         await self._stop_processes()
                         await self._quiet(needs_processes_only=False)
                         await self._remove_files()
-                except (CgroupError, EnvletError, OSError) as error:
+                except Exception as error:  # also of a kind that nobody thought of: it must be possible to try again
+                    log.error("environment %s is not removed", self.id, exc_info=not isinstance(error, _EXPECTED))
                     self._move("error", f"cleanup: {error}")
                     raise EnvletError(errors.CLEANUP_FAILED, f"{self.id} is not removed: {error}; delete it again") from error
                 self._move("deleted")
@@ -529,10 +542,3 @@ class Environment:
                 if error.errno != errno.EBUSY or trio.current_time() > deadline_s:
                     raise
             await trio.sleep(0.01)
-
-
-def remove_directories(*directories: Path) -> None:
-    """Removes the trees; fine where there is none. Blocks. Raises OSError."""
-    for directory in directories:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(directory)

@@ -7,7 +7,9 @@ refuse to work. An empty private tmpfs takes that place: crun writes plain direc
 the machine's own tmpfs.
 """
 
+import os
 import re
+from pathlib import Path
 
 import attrs
 
@@ -48,6 +50,18 @@ def current_mounts() -> list[Mount]:
     """The mounts of this thread's namespace."""
     with open("/proc/thread-self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         return parse_mountinfo(file.read())
+
+
+def filesystem_of(path: Path) -> str:
+    """The kind of filesystem that a path is on, as the mount table names it. Raises OSError."""
+    real = os.path.join(os.path.realpath(path), "")
+    found = "rootfs"
+    longest = 0
+    for mount in current_mounts():
+        target = os.path.join(mount.target, "")
+        if real.startswith(target) and len(target) >= longest:
+            found, longest = mount.kind, len(target)
+    return found
 
 
 def hybrid_unified(mounts: list[Mount]) -> str | None:

@@ -49,6 +49,23 @@ def unmount(target: Path) -> None:
             raise
 
 
+def probe(scratch: Path) -> None:
+    """Mounts an overlay whose directories are below `scratch`, which it makes, and removes a file in it: the upper needs
+    whiteouts, too. Raises OSError where the filesystem cannot do it; the caller removes `scratch`.
+    """
+    lower, upper, work, root = (scratch / name for name in ("lower", "upper", "work", "root"))
+    for directory in (lower, upper, work, root):
+        directory.mkdir(parents=True)
+    (lower / "file").touch()
+    mount(lower, upper, work, root)
+    try:
+        (root / "file").unlink()
+        (root / "directory").mkdir()
+        os.setxattr(upper / "directory", OPAQUE_XATTR, b"y")
+    finally:
+        unmount(root)
+
+
 def copy_metadata(source: Path, target: Path) -> None:
     """Gives the directory `target` the owner, mode, attributes and times of `source`: the upper directory is the root
     that one sees.

@@ -5,7 +5,7 @@ of one connection run concurrently anyway, and a batch would only delay the answ
 request without id) is refused too, because every method of ours answers.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import attrs
 import msgspec
@@ -126,6 +126,32 @@ def request_id_of(line: bytes) -> RequestId | None:
         return msgspec.json.decode(line, type=OnlyId).id
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+@attrs.frozen
+class SaidDescriptors:
+    """What a request says of its descriptors, checked or not. `count` is None where it says nothing."""
+
+    method: str
+    count: int | None
+
+
+def descriptors_of(line: bytes) -> SaidDescriptors | None:
+    """The count of descriptors in a request that was refused; None where it cannot be read."""
+
+    class OnlyParams(msgspec.Struct):
+        descriptors: Annotated[int, msgspec.Meta(ge=0)] | msgspec.UnsetType = msgspec.UNSET
+
+    class OnlyDescriptors(msgspec.Struct):
+        method: str = ""
+        params: OnlyParams = msgspec.field(default_factory=OnlyParams)
+
+    try:
+        said = msgspec.json.decode(line, type=OnlyDescriptors)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    count = said.params.descriptors
+    return SaidDescriptors(said.method, None if count is msgspec.UNSET else count)
 
 
 def encode_request(request_id: RequestId, method: str, params: object) -> bytes:

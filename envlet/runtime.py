@@ -5,6 +5,7 @@ runtime process waiting beside each command. How a command ended comes over a so
 not through the runtime. The runtime's messages go to a log file, because its stderr is that of the command.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -90,7 +91,14 @@ class Runtime:
     def _failure(self, command: list[str], status: int, log: Path) -> EnvletError:
         how = f"exit status {status}" if status >= 0 else f"signal {-status}"
         verb = next(word for word in command if word in ("run", "exec", "delete"))
-        message = read_log(log) or "it left no message"
+        message = read_log(log)
+        if verb == "run" and (os.strerror(errno.ENOSPC) in message or (status == errno.ENOSPC and not message)):
+            return EnvletError(  # a full disk takes no log either; the exit status is then all that crun can say
+                errors.CAPACITY,
+                f"{log.parent} or {self.state_dir}: no space left ({self.name} {verb} failed with {how}: "
+                f"{message or 'it could not write its log'}); free some (df -h, df -i) or ask another node",
+            )
+        message = message or "it left no message"
         return EnvletError(errors.RUNTIME_FAILED, f"{self.name} {verb} failed with {how}: {message}")
 
 

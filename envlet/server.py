@@ -5,9 +5,9 @@ direction. So a client that vanishes takes its unfinished creations and commands
 Answers of one connection are written one at a time, each whole.
 
 Descriptors (SCM_RIGHTS) arrive at or before the end of the line that they belong to and are taken in order, as many
-as the request's `descriptors` says. The kernel never joins what was sent with descriptors to what follows, but it may
-deliver a line in pieces; hence a queue, bounded, and a connection whose count is wrong is closed, because nothing
-later on it can be trusted to be whole.
+as the request's `descriptors` says, also when the request is refused for another reason. The kernel never joins what
+was sent with descriptors to what follows, but it may deliver a line in pieces; hence a queue, bounded, and a connection
+whose count is wrong is closed, because nothing later on it can be trusted to be whole.
 """
 
 import array
@@ -209,7 +209,8 @@ class _Connection:
                             await self._requests.acquire()
                             await self._begin(line, nursery)
                 except EnvletError as error:
-                    await self.send(rpc.encode_error(None, error))
+                    with contextlib.suppress(ConnectionError):
+                        await self.send(rpc.encode_error(None, error))
                 except ConnectionError:
                     pass  # the client is gone: what it began is cancelled below, as after an orderly close
                 nursery.cancel_scope.cancel()
@@ -241,9 +242,12 @@ class _Connection:
             self._requests.release()
             if request_id is None:
                 request_id = rpc.request_id_of(line)
+            count = _said_count(line)
             await self.send(rpc.encode_error(request_id, error))
-            if self._descriptors:  # whose are they? Not those of the next request, which would take them
-                raise EnvletError(errors.DESCRIPTORS, "descriptors came with a request that was refused") from error
+            if self._descriptors and (count is None or count > len(self._descriptors)):
+                # whose are they? Not those of the next request, which would take them
+                raise EnvletError(errors.DESCRIPTORS, "a refused request does not say how many of the descriptors are its own") from error
+            _close_all([self._descriptors.popleft() for _ in range(count or 0) if self._descriptors])
             return
         nursery.start_soon(self._run, request_id, request, taken)
 
@@ -288,6 +292,16 @@ class _Connection:
             sent = await self._peer.sendmsg([data], rights)
             while sent < len(data):
                 sent += await self._peer.send(data[sent:])
+
+
+def _said_count(line: bytes) -> int | None:
+    """How many descriptors a refused request says that it has; None if that cannot be read."""
+    said = rpc.descriptors_of(line)
+    if said is None or said.count is not None:
+        return None if said is None else said.count
+    method = types.METHODS.get(said.method)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(method.request)} if method is not None else {}
+    return int(defaults.get("descriptors", 0))
 
 
 def _checked(call: rpc.Call) -> types.Request:

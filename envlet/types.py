@@ -10,6 +10,10 @@ import attrs
 import msgspec
 from msgspec import Meta
 
+CPU_MAX = 4096
+CPU_MIN = 0.02
+"""Cores. The kernel takes no quota below 1 ms, and periods are 50 ms: less would not be what is set."""
+
 Role = Literal["execution", "evaluation"]
 State = Literal["creating", "ready", "deleting", "deleted", "faulted", "oom", "lost", "killed", "expired", "error"]
 
@@ -38,7 +42,7 @@ class CreateRequest(Request, frozen=True, kw_only=True):
     ] = []
     init_timeout_s: Annotated[float, Meta(gt=0, le=86400, description="For all init commands together.")] = 600.0
     descriptors: Annotated[int, Meta(ge=0, le=1, description="1: a diff (tar) to apply before the start.")] = 0
-    cpu: Annotated[Annotated[float, Meta(gt=0, le=4096)] | None, Meta(description="Cores; null: the node's default.")] = None
+    cpu: Annotated[Annotated[float, Meta(ge=CPU_MIN, le=CPU_MAX)] | None, Meta(description="Cores; null: the node's default.")] = None
     memory_bytes: Annotated[Annotated[int, Meta(ge=4 << 20)] | None, Meta(description="null: the node's default.")] = None
     pids: Annotated[Annotated[int, Meta(ge=4, le=4194304)] | None, Meta(description="Processes and threads; null: the node's default.")] = (
         None
@@ -159,6 +163,8 @@ class DiffResult(Result, frozen=True, kw_only=True):
     entries: int
     whiteouts: Annotated[int, Meta(description="Of them: removed entries and opaque directories.")]
     content_bytes: Annotated[int, Meta(description="Of the regular files.")]
+    devices: Annotated[list[str], Meta(description="The first 5 device nodes in it: `env.create` refuses to apply a diff with one.")] = []
+    device_count: Annotated[int, Meta(description="How many device nodes there are.")] = 0
 
 
 class DeleteRequest(Request, frozen=True, kw_only=True):
@@ -234,7 +240,7 @@ METHODS: dict[str, Method] = {
         Method(
             "env.diff", DiffRequest, DiffResult,
             "Writes what the environment changed as an OCI layer tar to the descriptor. The environment stands still meanwhile, so "
-            "the tar is of one moment. Sockets are left out. Works in the failure states too, except `expired`.",
+            "the tar is of one moment. Sockets are left out. Works in the failure states too, except `expired` and `lost`.",
         ),
         Method(
             "env.delete", DeleteRequest, DeleteResult,

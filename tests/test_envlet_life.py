@@ -2,15 +2,28 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import attrs
 import pytest
 import trio
-from envlet_harness import Node, daemon_process, isolated, leftovers, make_root, node_config, node_directories, with_node
+import trio.testing
+from envlet_harness import (
+    DirectoryDataPlane,
+    Node,
+    daemon_process,
+    default_resolver,
+    isolated,
+    leftovers,
+    make_root,
+    node_config,
+    node_directories,
+    with_node,
+)
 
+from envlet import overlay, syscalls
 from envlet.client import Client
+from envlet.daemon import serve
 from envlet.errors import EnvletError
 from envlet.types import CreateRequest, ExecRequest
 
@@ -67,6 +80,7 @@ def test_a_command_cancelled_at_any_await_leaves_the_environment_as_it_was(root:
     async def test(node: Node) -> None:
         made = await node.daemon.create(CreateRequest(groups=["base"]), [])
         group = node.daemon._live[made.id].cgroup
+        await trio.testing.wait_all_tasks_blocked()  # the watcher of pid 1 has its descriptor then
         descriptors = set(os.listdir("/proc/self/fd"))
         request = ExecRequest(id=made.id, argv=["sh", "-c", "sleep 0.05"])
         count = 0
@@ -117,9 +131,8 @@ def test_a_failure_of_any_step_leaves_nothing(root: Path, step: str, monkeypatch
         real(*arguments, **options)
         raise OSError(5, "injected")
 
-    monkeypatch.setattr(owner, name, fail_after_running if step == "run" else fail_after)
-
     async def test(node: Node) -> None:
+        monkeypatch.setattr(owner, name, fail_after_running if step == "run" else fail_after)
         with pytest.raises(EnvletError, match="injected"):
             await node.daemon.create(CreateRequest(groups=["base"]), [])
         assert node.daemon._live == {}
@@ -160,14 +173,75 @@ def test_a_restart_removes_what_a_killed_daemon_left(root: Path) -> None:
         assert leftovers(config) == []
 
 
-def test_two_daemons_do_not_share_a_state_directory(root: Path) -> None:
-    with node_directories() as (state_dir, run_dir), daemon_process(state_dir, run_dir, root):
-        harness = Path(__file__).with_name("envlet_harness.py")
-        second = subprocess.run(
-            [sys.executable, str(harness), str(state_dir), str(run_dir), str(root)], capture_output=True, text=True, check=False
-        )
-        assert second.returncode != 0
-        assert "another daemon uses the state directory" in second.stderr
+@pytest.mark.parametrize("shared", ["state directory", "run directory", "control group"])
+def test_two_daemons_share_nothing(root: Path, shared: str) -> None:
+    with node_directories() as (state_dir, run_dir), node_directories() as (other_state, other_run):
+        first = node_config(state_dir, run_dir)
+        changes = {
+            "state directory": {"state_dir": state_dir},
+            "run directory": {"run_dir": run_dir},
+            "control group": {"cgroup_parent": first.cgroup_parent},
+        }[shared]
+        second = attrs.evolve(node_config(other_state, other_run), **changes)
+
+        async def start() -> None:
+            await serve(second, default_resolver(), DirectoryDataPlane(root), handle_signals=False)
+
+        def work() -> None:
+            with pytest.raises(EnvletError, match=f"another daemon uses the {shared}"):
+                trio.run(start)
+
+        with daemon_process(state_dir, run_dir, root), Client(first.socket_path) as client:
+            made = client.create(["base"])
+            isolated(work)
+            assert client.exec(made.id, ["true"]).exit_code == 0
+        assert leftovers(first) == []
+        assert list(Path("/sys/fs/cgroup").glob(f"*{second.cgroup_parent}")) == []
+
+
+def test_a_state_directory_that_cannot_hold_an_upper_is_refused_by_name(root: Path) -> None:
+    def work() -> None:
+        with node_directories() as (state_dir, run_dir):
+            scratch = state_dir.parent
+            for name in ("lower", "upper", "work", "merged"):
+                (scratch / name).mkdir()
+            overlay.mount(scratch / "lower", scratch / "upper", scratch / "work", scratch / "merged")
+            config = node_config(scratch / "merged" / "state", run_dir)
+
+            async def start() -> None:
+                await serve(config, default_resolver(), DirectoryDataPlane(root), handle_signals=False)
+
+            try:
+                with pytest.raises(EnvletError, match=r"merged/state is on overlay, .* choose a state_dir on ext4"):
+                    trio.run(start)
+                assert sorted(os.listdir(config.state_dir)) == ["envs", "lock"]
+            finally:
+                overlay.unmount(scratch / "merged")
+
+    isolated(work)
+
+
+@pytest.mark.parametrize("full", ["state", "run", "runtime"])
+def test_a_full_disk_is_said_to_be_one(root: Path, full: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(node: Node) -> None:
+        if full == "runtime":
+            async def fail(*_: object) -> int:
+                return 28
+
+            monkeypatch.setattr("envlet.processes.run", fail)
+        else:
+            target = node.config.uppers_dir if full == "state" else node.config.bundles_dir
+            syscalls.mount("none", str(target), "tmpfs", 0, "size=1m,nr_inodes=4")
+        try:
+            with pytest.raises(EnvletError, match=r"capacity: .*: no space left"):
+                await node.daemon.create(CreateRequest(groups=["base"]), [])
+        finally:
+            monkeypatch.undo()
+            if full != "runtime":
+                syscalls.umount(str(target))
+        assert leftovers(node.config) == []
+
+    with_node(root, test)
 
 
 def test_the_machine_does_not_see_the_mounts(root: Path) -> None:
@@ -186,3 +260,21 @@ def test_isolated_reports_what_fails_in_the_child() -> None:
 
     with pytest.raises(AssertionError, match="ValueError: seen"):
         isolated(broken)
+
+
+def test_a_node_on_a_full_disk_says_so_when_it_starts(root: Path) -> None:
+    def work() -> None:
+        with node_directories() as (state_dir, run_dir):
+            state_dir.mkdir()
+            syscalls.mount("none", str(state_dir), "tmpfs", 0, "size=1m,nr_inodes=5")  # its root, the lock, envs: two are left
+
+            async def start() -> None:
+                await serve(node_config(state_dir, run_dir), default_resolver(), DirectoryDataPlane(root), handle_signals=False)
+
+            try:
+                with pytest.raises(EnvletError, match=r"capacity: .*: no space left"):
+                    trio.run(start)
+            finally:
+                syscalls.umount(str(state_dir))
+
+    isolated(work)

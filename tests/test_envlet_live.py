@@ -2,8 +2,10 @@
 nothing left.
 """
 
+import base64
 import json
 import os
+import signal
 import socket
 import tarfile
 import tempfile
@@ -248,6 +250,7 @@ def test_a_failed_init_command_leaves_nothing_and_says_why(root: Path) -> None:
         assert error.data["index"] == 1
         assert error.data["exit_code"] == 9
         assert error.data["output_tail"] == "about to fail\n"
+        assert error.message == "init command 1 ('echo about to fail; exit 9') ended with status 9", "the output is said once"
         assert client.list(all=True) == []
         error = failure(client.create, ["base"], init=["sleep 100"], init_timeout_s=0.3)
         assert error.code.name == "timeout"
@@ -307,14 +310,43 @@ def test_expiry_removes_everything_but_the_record(root: Path) -> None:
     run(root, work)
 
 
-def test_the_death_of_pid_1_is_noticed(root: Path) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0199])
+def test_a_quota_that_cannot_be_set_is_refused(root: Path, value: float) -> None:
     def work(client: Client) -> None:
-        made = client.create(["base"])
-        error = failure(client.exec, made.id, ["sh", "-c", "kill -TERM 1; sleep 100"])
-        assert error.data["state"] == "killed"
-        assert client.get(made.id).state == "killed"
+        error = failure(client.create, ["base"], cpu=value)
+        assert error.code.name == "invalid_params"
+        assert "cpu" in error.message
+        assert client.list(all=True) == []
 
     run(root, work)
+
+
+def test_no_signal_from_inside_ends_the_environment(root: Path) -> None:
+    def work(client: Client) -> None:
+        script = "for s in HUP INT QUIT TERM USR1 USR2 CHLD KILL STOP; do kill -$s 1; done"
+        made = client.create(["base"], init=[script])
+        assert shell(client, made.id, script).exit_code == 0
+        assert shell(client, made.id, "sleep 0 & ps -o pid,stat | grep '^ *1 '").stdout.split()[:2] == [b"1", b"S"]
+        assert client.get(made.id).state == "ready"
+
+    run(root, work)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_death_of_pid_1_is_noticed(root: Path, number: signal.Signals) -> None:
+    async def test(node: Node) -> None:
+        made = await node.call(lambda client: client.create(["base"]))
+        (pid,) = node.daemon._live[made.id].cgroup.processes()
+
+        def work(client: Client) -> None:
+            threading.Timer(0, os.kill, (pid, number)).start()
+            error = failure(client.exec, made.id, ["sleep", "100"])
+            assert error.data["state"] == "killed"
+            assert client.get(made.id).state == "killed"
+
+        await node.call(work)
+
+    with_node(root, test)
 
 
 def test_a_fault_of_the_data_plane_marks_the_environment(root: Path) -> None:
@@ -351,6 +383,11 @@ def test_the_end_of_the_data_plane_loses_its_environments(root: Path) -> None:
         await trio.testing.wait_all_tasks_blocked()
         info = await node.call(lambda client: client.get(made.id))
         assert info.state == "lost"
+        out = os.open(os.devnull, os.O_WRONLY)
+        error = await node.call(lambda client: failure(client.diff, made.id, out))
+        os.close(out)
+        assert error.code.name == "wrong_state"
+        assert "is lost (the data plane ended" in error.message
 
     with_node(root, test)
 
@@ -438,6 +475,55 @@ def test_what_a_client_says_wrong_is_answered(root: Path) -> None:
         names = [answer["error"]["data"]["name"] for answer in answers[:5]]
         assert names == ["parse_error", "invalid_request", "method_not_found", "invalid_params", "descriptors"]
         assert answers[5]["result"]["environments_max"] == node.config.environments_max
+
+    with_node(root, test)
+
+
+def test_a_refused_request_with_descriptors_harms_no_other(root: Path) -> None:
+    async def test(node: Node) -> None:
+        made = await node.call(lambda client: client.create(["base"]))
+
+        def line(number: int, method: str, **params: Any) -> bytes:
+            return json.dumps({"jsonrpc": "2.0", "id": number, "method": method, "params": params}).encode() + b"\n"
+
+        def talk() -> None:
+            with socket.socket(socket.AF_UNIX) as connection, tempfile.TemporaryFile() as first, tempfile.TemporaryFile() as second:
+                connection.connect(os.fspath(node.config.socket_path))
+                descriptors = [first.fileno()]
+                common = {"id": made.id, "argv": ["cat"]}
+                connection.sendall(line(1, "env.exec", id=made.id, argv=["sleep", "0.2"]))
+                socket.send_fds(connection, [line(2, "env.exec", **common, workdir="relative", descriptors=1)], descriptors)
+                socket.send_fds(connection, [line(3, "env.fly", descriptors=1)], descriptors)
+                socket.send_fds(connection, [line(4, "env.diff", id="No Id")], descriptors)  # one descriptor is its default
+                second.write(b"the right one")
+                second.seek(0)
+                socket.send_fds(connection, [line(5, "env.exec", **common, descriptors=1)], [second.fileno()])
+                answers = connection.makefile("rb")
+                found = {answer["id"]: answer for answer in (json.loads(answers.readline()) for _ in range(5))}
+            names = [found[number]["error"]["data"]["name"] for number in (2, 3, 4)]
+            assert names == ["invalid_params", "method_not_found", "invalid_params"]
+            assert found[1]["result"]["exit_code"] == 0
+            assert base64.b64decode(found[5]["result"]["stdout"]) == b"the right one"
+
+        descriptors = len(os.listdir("/proc/self/fd"))
+        await trio.to_thread.run_sync(talk)
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        assert len(os.listdir("/proc/self/fd")) <= descriptors + 1, "received descriptors are closed; a thread may have opened one"
+
+    with_node(root, test)
+
+
+def test_a_client_that_leaves_after_its_error_is_no_defect(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test(node: Node) -> None:
+        def leave() -> None:
+            with socket.socket(socket.AF_UNIX) as connection, tempfile.TemporaryFile() as file:
+                connection.connect(os.fspath(node.config.socket_path))
+                socket.send_fds(connection, [b"not json\n" * 100], [file.fileno()])
+
+        for _ in range(20):
+            await trio.to_thread.run_sync(leave)
+        await node.call(lambda client: client.info())
+        assert [record.message for record in caplog.records if record.exc_info] == []
 
     with_node(root, test)
 

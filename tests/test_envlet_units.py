@@ -423,6 +423,13 @@ def test_a_configuration_that_cannot_work_is_refused() -> None:
             NodeConfig(**{**good, **change})
 
 
+def test_the_smallest_quota_is_the_one_that_the_kernel_takes() -> None:
+    assert types.CPU_MIN * cgroups.CPU_PERIOD_US == 1000
+    for cpu in (0.01, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"cpu is 0\.02 to 4096 cores"):
+            NodeConfig(state_dir=Path("/s"), run_dir=Path("/r"), socket_path=Path("/r/a"), cpu=cpu)
+
+
 def test_who_may_use_the_socket() -> None:
     assert may_use(0, [0], own_uid=500, socket_gid=600)
     assert may_use(500, [500], own_uid=500, socket_gid=600)
