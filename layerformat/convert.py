@@ -41,7 +41,7 @@ class ConvertReport:
 
 
 def convert(
-    src: str | os.PathLike[str],
+    src: str | os.PathLike[str] | BinaryIO,
     dst: str | os.PathLike[str],
     *,
     jobs: int = 1,
@@ -50,7 +50,7 @@ def convert(
     upper: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> ConvertReport:
-    """Converts a tar (plain, gzip, zstd) or a directory to a layer at `dst`; parameters as for `encode` and
+    """Converts a tar (plain, gzip, zstd; its path, or an open file) or a directory to a layer at `dst`; parameters as for `encode` and
     `open_source`.
 
     The layer is written beside `dst` and renamed when it is whole and on the disk; on any failure nothing is left.
@@ -65,7 +65,11 @@ def convert(
 
         partial = destination.with_name(f".{destination.name[:200]}.{secrets.token_hex(8)}.partial")
         try:
-            with open(partial, "xb") as file:
+            file = open(partial, "xb")  # noqa: SIM115 - closed below
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}; no layer can be written there", os.fspath(dst)) from error
+        try:
+            with file:
                 layer = encode(
                     source.entries(),
                     cast(BinaryIO, file),
@@ -77,7 +81,9 @@ def convert(
                 file.flush()
                 os.fdatasync(file.fileno())
             os.rename(partial, destination)
-        except BaseException:
+        except BaseException as error:
             partial.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.filename2 is not None:  # the rename's: the temporary name tells nobody anything
+                raise OSError(error.errno, error.strerror, os.fspath(dst)) from error
             raise
         return ConvertReport(source_kind=source.kind, bytes_in=source.position_bytes(), layer=layer, warnings=source.warnings.texts())

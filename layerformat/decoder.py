@@ -17,7 +17,7 @@ from typing import BinaryIO
 from attrs import frozen
 
 from . import spec
-from .errors import FormatError, LayerError, printable
+from .errors import FormatError, printable
 from .toc import Chunk, Dirent, Footer, Inode, Toc, decode_footer, decompress_frame
 
 _CACHED_CHUNKS = 4
@@ -192,8 +192,8 @@ class Layer:
         for index, chunk in enumerate(self.toc.chunks):
             try:
                 self.read_chunk(index)
-            except LayerError as error:
-                problems.append(Problem(str(error), index, chunk.blob_offset, self._affected(chunk)))
+            except FormatError as error:
+                problems.append(Problem(error.finding, index, chunk.blob_offset, self._affected(chunk)))
         if blob_digest is not None:
             received = self._digest()
             if received != blob_digest:

@@ -8,11 +8,26 @@ meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import os
 
+_SHOWN_BYTES = 100  # of each end of a long name
 
-def printable(name: bytes) -> str:
-    """A name of any bytes, for a message: undecodable and control bytes are shown as escapes."""
+
+def printable(name: bytes, *, whole: bool = False) -> str:
+    """A name of any bytes, for a message: undecodable and control bytes are shown as escapes, and of more than 200 bytes
+    the first and the last 100, unless the `whole` name is asked for.
+    """
+    if whole or len(name) <= 2 * _SHOWN_BYTES:
+        return _escaped(name)
+    head, tail = name[:_SHOWN_BYTES], name[-_SHOWN_BYTES:]
+    with contextlib.suppress(UnicodeDecodeError):
+        name.decode()
+        head, tail = (part.decode("utf-8", "ignore").encode() for part in (head, tail))  # no half characters
+    return f"{_escaped(head)} … {_escaped(tail)}"
+
+
+def _escaped(name: bytes) -> str:
     text = os.fsdecode(name)
     if text.isprintable():
         return text
@@ -34,11 +49,16 @@ class FormatError(LayerError):
         self.received = received
         self.source = source
 
+    @property
+    def finding(self) -> str:
+        """What is wrong, without where it is and what to do."""
+        return f"expected {self.expected}, received {self.received}"
+
     def __str__(self) -> str:
         where = self.table if self.index is None else f"{self.table}[{self.index}]"
         prefix = f"{self.source}: " if self.source else ""
         return (
-            f"{prefix}{where}: expected {self.expected}, received {self.received}; "
+            f"{prefix}{where}: {self.finding}; "
             "the layer is damaged or is not one: fetch it again, or convert it again from its source"
         )
 

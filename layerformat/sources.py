@@ -118,13 +118,19 @@ class DirectorySource:
         self.close()
 
 
-def open_source(path: str | os.PathLike[str], *, upper: bool = False) -> Source:
-    """Opens a source by what it is, whatever it is called.
+def open_source(path: str | os.PathLike[str] | BinaryIO, *, upper: bool = False) -> Source:
+    """Opens a source by what it is, whatever it is called. An open file is read from where it is, to its end, and closed;
+    it need not be seekable.
 
     upper  the directory is the upper directory of an overlay: its deletions and opaque directories become whiteouts.
 
     SourceError when it is neither a directory nor a tar in a form that is known; OSError when it cannot be opened.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        if upper:
+            raise SourceError("an open file", "expected the upper directory of an overlay, received a file")
+        name = getattr(path, "name", None)
+        return TarSource(path, name if isinstance(name, str) else "standard input" if name == 0 else "archive")
     if Path(path).is_dir():
         return DirectorySource(os.fsencode(path), upper=upper)
     if upper:

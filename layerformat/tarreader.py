@@ -60,11 +60,21 @@ class _Stream:
 
     def read_block(self) -> bytes:
         """The next block, or nothing at the end of the stream."""
-        block = self._file.read(BLOCK)
+        return self._counted(self._file.read(BLOCK))
+
+    def _counted(self, block: bytes) -> bytes:
         if block and len(block) < BLOCK:
             raise self.error(f"expected a header of {BLOCK} bytes, received {len(block)}: the archive is truncated")
         self.offset += len(block)
         return block
+
+    def read_first_block(self) -> bytes:
+        """The first block. SourceError: whatever this is, it is no archive, so that it is not one that is damaged either."""
+        block = self._file.read(BLOCK)
+        whole = len(block) == BLOCK
+        if block and block != _ZERO_BLOCK and block[257:262] != b"ustar" and not (whole and _has_checksum(block)):
+            raise SourceError(self.source, "expected a tar, received neither a tar nor a gzip- or zstd-compressed one")
+        return self._counted(block)
 
     def read_exact(self, size: int, name: bytes | None) -> bytes:
         data = self._file.read(size)
@@ -130,7 +140,7 @@ class _Reader:
         stream = self._stream
         while True:
             start = stream.offset
-            block = stream.read_block()
+            block = stream.read_first_block() if start == 0 else stream.read_block()
             if not block:
                 self._check_end()
                 self._warn(f"{stream.source}: no end-of-archive marker at byte {start}")
@@ -351,11 +361,19 @@ def _parse_number(field: bytes) -> int | None:
 
 
 def _check_sum(stream: _Stream, block: bytes) -> None:
-    """A header's checksum, over unsigned bytes, or over signed ones as some old archives have it."""
     expected = _number(stream, block[148:156], "checksum")
-    unsigned = sum(block) - sum(block[148:156]) + 8 * 32
-    if unsigned == expected:
-        return
-    signed = unsigned - 256 * sum(1 for index, byte in enumerate(block) if byte > 127 and not 148 <= index < 156)
-    if signed != expected:
+    unsigned, signed = _sums(block)
+    if expected not in (unsigned, signed):
         raise stream.error(f"expected a header with checksum {unsigned}, received {expected}: not a tar archive, or damaged")
+
+
+def _has_checksum(block: bytes) -> bool:
+    """Whether this is a header of the oldest format, which has no magic number."""
+    digits = block[148:156].strip(b" \0")
+    return digits.isdigit() and not digits.strip(b"01234567") and int(digits, 8) in _sums(block)
+
+
+def _sums(block: bytes) -> tuple[int, int]:
+    """A header's checksum, over unsigned bytes, and over signed ones as some old archives have it."""
+    unsigned = sum(block) - sum(block[148:156]) + 8 * 32
+    return unsigned, unsigned - 256 * sum(1 for index, byte in enumerate(block) if byte > 127 and not 148 <= index < 156)

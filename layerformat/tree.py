@@ -126,7 +126,7 @@ class LayerTree:
         if len(name) > spec.MAX_NAME:
             raise UnsupportedEntry(path, f"a name has {len(name)} bytes; at most {spec.MAX_NAME} are possible")
         if parent.path_bytes + len(name) > spec.MAX_PATH:
-            raise UnsupportedEntry(path, f"the path has more than {spec.MAX_PATH} bytes, symlinks followed")
+            raise UnsupportedEntry(path, f"a path of more than {spec.MAX_PATH:,} bytes, symlinks followed")
         return self._names.setdefault(name, name)
 
     def _make_parents(self, components: list[bytes], path: bytes) -> Directory:
@@ -330,5 +330,5 @@ def split_path(path: bytes, name: bytes) -> list[bytes]:
     if b".." in components:
         raise UnsupportedEntry(name, "a path with .. in it; it could leave the root")
     if sum(map(len, components)) + len(components) - 1 > spec.MAX_PATH:
-        raise UnsupportedEntry(name, f"a path of more than {spec.MAX_PATH} bytes")
+        raise UnsupportedEntry(name, f"a path of more than {spec.MAX_PATH:,} bytes")
     return components

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from weefs_harness import tree_rows
+
+from envlet import errors
+from envlet.errors import EnvletError
+from tools import cli, env_commands, exits, output
 
 WEENV = Path(sys.executable).with_name("weenv")
 
@@ -75,7 +82,7 @@ def test_convert_takes_tars_as_they_come_and_gives_the_same_layer(
     assert digests[0] == digests[1]
     listed = json.loads(run("layer", "ls", "--format", "json", tmp_path / "l1").stdout)
     kinds = {row["path"]: row["type"] for row in listed}
-    assert (kinds["fifo"], kinds["null"], kinds["dir/below"]) == ("fifos and sockets", "devices", "directories")
+    assert (kinds["fifo"], kinds["null"], kinds["dir/below"]) == ("fifo", "character device", "directory")
 
 
 def test_what_is_printed_can_be_used(layer: Path, tree: Path) -> None:
@@ -108,7 +115,10 @@ def test_verify_says_what_is_damaged_and_where(layer: Path, tmp_path: Path) -> N
     result = run("layer", "verify", tmp_path / "damaged", status=5)
     assert b"chunk 0 at byte 0" in result.stdout
     assert b"dir/large" in result.stdout
+    assert result.stdout.count(b"\n") == 1
+    assert b"again" not in result.stdout
     assert b"1 of" in result.stderr
+    assert result.stderr.count(b"fetch the layer again, or convert it again from its source") == 1
 
 
 @pytest.mark.parametrize("cut", [1, 50, 500])
@@ -130,8 +140,17 @@ def test_refusals(layer: Path, tree: Path, tmp_path: Path) -> None:
     run("layer", "inspect", tmp_path / "nothing", status=3)
     assert b"does not hold it" in run("layer", "cat", layer, "/nothing", status=3).stderr
     assert b"expected a regular file" in run("layer", "cat", layer, "/dir", status=1).stderr
-    (tmp_path / "noise").write_bytes(os.urandom(5000))
-    run("layer", "convert", tmp_path / "noise", tmp_path / "x", status=1)
+    assert b"/dir: expected a regular file, it is a directory" in run("layer", "cat", layer, "/dir", status=1).stderr
+    assert b"it is a character device" in run("layer", "cat", layer, "/null", status=1).stderr
+    for noise in (os.urandom(5000), b"short", b"#!/bin/sh\n" * 100):
+        (tmp_path / "noise").write_bytes(noise)
+        result = run("layer", "convert", tmp_path / "noise", tmp_path / "x", status=1)
+        assert b"neither a tar nor a gzip- or zstd-compressed one" in result.stderr
+    missing = run("layer", "convert", tree, tmp_path / "no/x", status=3).stderr.decode()
+    assert missing == f"weenv: {tmp_path}/no/x: No such file or directory; no layer can be written there\n"
+    (tmp_path / "taken").mkdir()
+    assert f"{tmp_path}/taken: Is a directory" in run("layer", "convert", tree, tmp_path / "taken", status=1).stderr.decode()
+    assert not list(tmp_path.glob("**/*.partial"))
     assert not (tmp_path / "x").exists()
     assert list(tmp_path.glob("*.tmp*")) == []
     assert b"belongs to `weenv env exec`" in run("layer", "ls", layer, "--", "x", status=2).stderr
@@ -206,3 +225,208 @@ def test_mount_refuses_a_damaged_toc_and_a_damaged_chunk_gives_eio(layer: Path, 
             (tmp_path / "mnt/dir/large").read_bytes()
         assert time.monotonic() - begin < 25, "damage is not waited for"
         assert (tmp_path / "mnt/same").read_text() == "some text\n"
+
+
+def scratch_of(tmp_path: Path) -> dict[str, str]:
+    """An environment whose temporary directory is an empty one, so that what is left there shows."""
+    (tmp_path / "scratch").mkdir()
+    return {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("moment", ["manifest", "layer", "mounted"])
+def test_mount_leaves_nothing_whenever_it_is_interrupted(layer: Path, tmp_path: Path, number: int, moment: str) -> None:
+    reference = f"oci:{tmp_path}/layout:base"
+    run("group", "push", reference, "--layer", layer)
+    asked, go_on = threading.Event(), threading.Event()
+    with stalling_registry(tmp_path / "layout", layer.stat().st_size, moment, asked, go_on) as address:
+        (tmp_path / "mnt").mkdir()
+        process = subprocess.Popen(
+            [WEENV, "mount", f"{address}/base:base" if moment != "mounted" else reference, tmp_path / "mnt"],
+            stderr=subprocess.PIPE,
+            env=scratch_of(tmp_path),
+        )
+        assert process.stderr is not None
+        if moment == "mounted":
+            assert process.stderr.readline().startswith(b"mounted on")
+        else:
+            assert asked.wait(30)
+        process.send_signal(number)
+        status = process.wait(30)
+        go_on.set()
+        assert b"Traceback" not in process.stderr.read()
+        process.stderr.close()
+    assert status in ((0,) if moment == "mounted" else (128 + number, -number))
+    assert os.listdir(tmp_path / "scratch") == []
+    assert str(tmp_path) not in Path("/proc/mounts").read_text()
+
+
+@contextlib.contextmanager
+def stalling_registry(
+    layout: Path, layer_bytes: int, moment: str, asked: threading.Event, go_on: threading.Event
+) -> Iterator[str]:
+    """A layout over HTTP that does not answer when the manifest or the layer is asked for, until `go_on`."""
+    index = json.loads((layout / "index.json").read_bytes())
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            kind, _, name = self.path.rpartition("/")
+            if self.path == "/v2/":
+                self.answer(b"{}", "application/json")
+                return
+            digest = name if name.startswith("sha256:") else index["manifests"][0]["digest"]
+            data = (layout / "blobs/sha256" / digest.partition(":")[2]).read_bytes()
+            if (moment == "manifest" and kind.endswith("manifests")) or (moment == "layer" and len(data) == layer_bytes):
+                asked.set()
+                go_on.wait(60)
+                return
+            self.answer(data, json.loads(data).get("mediaType", "") if kind.endswith("manifests") else "application/octet-stream")
+
+        do_HEAD = do_GET
+
+        def answer(self, data: bytes, kind: str) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("Content-Type", kind)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Not a word."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        go_on.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_mount_hides_nothing(layer: Path, tmp_path: Path) -> None:
+    run("group", "push", f"oci:{tmp_path}/layout:base", "--layer", layer)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    assert b"full: expected an empty directory" in run("mount", f"oci:{tmp_path}/layout:base", tmp_path / "full", status=1).stderr
+    with mounted(tmp_path / "a mount", f"oci:{tmp_path}/layout:base"):
+        result = run("mount", f"oci:{tmp_path}/layout:base", tmp_path / "a mount", status=1)
+    assert b"a mount: something is mounted there" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["env", "exec", "x", "--", "printf", "%s", b"\xff"], 125),
+        (["env", "exec", "x", "--env", b"A=\xff", "--", "true"], 125),
+        (["env", "create", "--group", "oci:x:y", "--init", b"echo \xff"], 2),
+        (["env", "rm", b"\xff"], 2),
+        (["group", "resolve", b"oci:\xff:x"], 2),
+        (["mount", b"oci:\xff:x", "/mnt"], 2),
+    ],
+)
+def test_what_json_cannot_carry_is_refused(arguments: list[str | bytes], status: int) -> None:
+    result = subprocess.run([WEENV, *arguments], stdin=subprocess.DEVNULL, capture_output=True)
+    assert (result.returncode, result.stdout) == (status, b"")
+    assert b"expected UTF-8, received" in result.stderr
+    assert b"\\xff" in result.stderr
+    assert b"Traceback" not in result.stderr
+
+
+def test_a_layer_may_have_a_name_of_any_bytes(tree: Path, tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/\xff.weenv"
+    made = subprocess.run([WEENV, "layer", "convert", tree, name], capture_output=True, check=True)
+    assert made.stdout.endswith(name + b"\n")
+    shown = subprocess.run([WEENV, "layer", "inspect", "--format", "json", name], capture_output=True, check=True)
+    assert os.fsencode(json.loads(shown.stdout)["file"]) == name
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("--memory", "1M", "4M or more was expected"),
+        ("--cpu", "0", "more than 0 and at most 4096 cores"),
+        ("--cpu", "two", "a number of cores"),
+        ("--cpu", "nan", "more than 0 and at most 4096 cores"),
+        ("--ttl", "-1", "more than 0 seconds"),
+        ("--ttl", "inf", "more than 0 seconds"),
+        ("--workdir", "work", "an absolute path"),
+    ],
+)
+def test_limits_are_refused_where_they_are_typed(option: str, value: str, sentence: str) -> None:
+    result = run("env", "create", "--group", "oci:x:y", f"{option}={value}", status=2)
+    assert f"argument {option}: {sentence}" in result.stderr.decode()
+
+
+def test_a_command_line_for_exec_is_refused_where_it_is_typed() -> None:
+    assert b"argument --timeout: more than 0 seconds" in run("env", "exec", "--timeout=0", "x", "--", "true", status=2).stderr
+    assert b"argument --workdir: an absolute path" in run("env", "exec", "--workdir=x", "x", "--", "true", status=2).stderr
+
+
+@pytest.mark.parametrize("command", ["ls", "df"])
+def test_a_directory_that_is_no_cache_is_refused(command: str, tmp_path: Path) -> None:
+    missing = run("cache", command, "--cache", tmp_path / "no", status=3)
+    assert b"received no directory" in missing.stderr
+    assert b"a directory without it" in run("cache", command, "--cache", tmp_path, status=3).stderr
+    (tmp_path / "layers").mkdir()
+    run("cache", command, "--cache", tmp_path)
+    environment = {**os.environ, "WEENV_SOCKET": "/elsewhere/envlet.sock"}
+    result = subprocess.run([WEENV, "cache", command], env=environment, capture_output=True)
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert b"say which with --cache DIR" in result.stderr
+    subprocess.run([WEENV, "cache", command], env={**environment, "WEENV_CACHE": str(tmp_path)}, check=True)
+
+
+def test_long_and_repeated_texts_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output.clip("short", 60) == "short"
+    assert output.clip("x" * 61, 60) == "x" * 59 + "…"
+    assert output.clip("first\nsecond", 60) == "first…"
+    failed = EnvletError(errors.INIT_FAILED, "init command 1 failed", {"output_tail": "why\n"})
+    assert exits.describe(failed).count("why") == 1
+    told = EnvletError(errors.INIT_FAILED, "init command 1 failed:\nwhy", {"output_tail": "why\n"})
+    assert exits.describe(told).count("why") == 1
+
+
+def test_a_diff_with_devices_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    env_commands._warn_of_devices(types.SimpleNamespace(devices=["/a", "/b"]))
+    assert capsys.readouterr().err == "weenv: the diff holds devices, which `weenv env create --apply` refuses, among them /a, /b\n"
+    env_commands._warn_of_devices(types.SimpleNamespace())
+    assert capsys.readouterr().err == ""
+
+
+def test_a_listing_for_programs_says_what_each_entry_is(layer: Path) -> None:
+    rows = {row["path"]: row for row in json.loads(run("layer", "ls", "--format", "json", layer).stdout)}
+    assert {path: row["type"] for path, row in rows.items() if "/" not in path[1:]} == {
+        "/": "directory", "dir": "directory", "fifo": "fifo", "link": "symlink",
+        "null": "character device", "same": "file", "sparse": "file",
+    }  # fmt: skip
+    assert rows["same"]["mtime"] == "2009-02-13T23:31:30.123456789Z"
+    assert "  2009-02-13T23:31:30  same\n" in run("layer", "ls", layer).stdout.decode()
+
+
+@pytest.mark.parametrize("packed", [None, "gzip", "zstd"])
+def test_convert_reads_a_pipe(tree: Path, tmp_path: Path, packed: str | None) -> None:
+    command = ["tar", "--sort=name", *([f"--use-compress-program={packed}"] if packed else []), "-C", tree, "-cf", "-", "."]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as tar:
+        report = subprocess.run(
+            [WEENV, "layer", "convert", "--format", "json", "-", tmp_path / "x"], stdin=tar.stdout, capture_output=True, check=True
+        )
+    assert json.loads(report.stdout)["source"] == {None: "tar", "gzip": "tar.gz", "zstd": "tar.zst"}[packed]
+    assert run("layer", "cat", tmp_path / "x", "/dir/below/text").stdout == b"some text\n"
+    with subprocess.Popen(["head", "-c", "700", "/dev/urandom"], stdout=subprocess.PIPE) as noise:
+        refused = subprocess.run([WEENV, "layer", "convert", "-", tmp_path / "y"], stdin=noise.stdout, capture_output=True)
+    assert (refused.returncode, refused.stdout) == (1, b"")
+    assert refused.stderr.startswith(b"weenv: standard input: expected a tar")
+
+
+def test_an_interrupt_while_modules_are_imported_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "build_parser", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from layer_model import Row, described
 
-from layerformat import Kind, Layer, SourceError, UnsupportedEntry, convert, encode, open_source
+from layerformat import Kind, Layer, SourceError, UnsupportedEntry, convert, encode, open_source, printable
 
 
 def layer_of(path: Path, *, upper: bool = False) -> tuple[dict[bytes, Row], tuple[str, ...]]:
@@ -146,3 +147,86 @@ def test_upper_is_for_directories(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(SourceError, match="upper directory"):
         open_source(tmp_path / "file", upper=True)
+
+
+def deep_tree(root: Path, names: int) -> bytes:
+    """Directories of 255-byte names in each other, a file and a symlink in the last; the path of the last."""
+    path = os.open(root, os.O_RDONLY)
+    for _ in range(names):
+        os.mkdir(b"d" * 255, dir_fd=path)
+        inner = os.open(b"d" * 255, os.O_RDONLY, dir_fd=path)
+        os.close(path)
+        path = inner
+    with open(os.open(b"f" * 255, os.O_WRONLY | os.O_CREAT, dir_fd=path), "wb") as file:
+        file.write(b"deep")
+        os.setxattr(file.fileno(), "user.deep", b"1")
+    os.symlink("f", b"s" * 255, dir_fd=path)
+    os.close(path)
+    return b"/".join([b"d" * 255] * names)
+
+
+def test_the_longest_path_that_a_layer_can_say(tmp_path: Path) -> None:
+    last = deep_tree(tmp_path, 15)
+    (tmp_path / "zz").touch()
+    rows, _ = layer_of(tmp_path)
+    assert len(last + b"/" + b"f" * 255) == 4095
+    assert rows[last + b"/" + b"f" * 255].content == b"deep"
+    assert rows[last + b"/" + b"f" * 255].xattrs == ((b"user.deep", b"1"),)
+    assert rows[last + b"/" + b"s" * 255].kind == "symlink"
+    assert len(rows) == 1 + 15 + 2 + 1
+    shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("names", [16, 40])
+def test_a_longer_path_is_refused_as_what_it_is(tmp_path: Path, names: int) -> None:
+    deep_tree(tmp_path, names)
+    with pytest.raises(UnsupportedEntry, match=r"^d{100} … [dfs]{100}: a path of more than 4,095 bytes$") as refused:
+        layer_of(tmp_path)
+    assert len(refused.value.name) > 4095
+    shutil.rmtree(tmp_path)
+
+
+def test_many_levels_need_few_descriptors(tmp_path: Path) -> None:
+    path = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(2000):
+        os.mkdir(b"d", dir_fd=path)
+        inner = os.open(b"d", os.O_RDONLY, dir_fd=path)
+        os.close(path)
+        path = inner
+    os.close(path)
+    with open_source(tmp_path) as source:
+        opened = {len(os.listdir("/proc/self/fd")) for _ in source.entries()}
+    assert max(opened) - min(opened) <= 1
+    _remove_deep(tmp_path)
+
+
+def _remove_deep(root: Path) -> None:
+    """Level by level from the top: the standard library's removal recurses."""
+    while (root / "d").exists():
+        below = root / "d/d"
+        if below.exists():
+            below.rename(root / "next")
+        (root / "d").rmdir()
+        if (root / "next").exists():
+            (root / "next").rename(root / "d")
+
+
+def test_a_directory_that_is_exchanged_is_an_error(tmp_path: Path) -> None:
+    for name in ("a/b", "other/b"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "a/c").touch()
+    with open_source(tmp_path) as source:
+        entries = source.entries()
+        assert [next(entries)[0].path for _ in range(3)] == [b"./", b"a", b"a/b"]
+        (tmp_path / "a").rename(tmp_path / "moved")
+        (tmp_path / "other").rename(tmp_path / "a")
+        with pytest.raises(SourceError, match="entry a/b: another directory took its place"):
+            list(entries)
+
+
+def test_long_names_are_cut_between_characters() -> None:
+    assert printable(b"n" * 200) == "n" * 200
+    assert printable(b"a" * 150 + b"b" * 150) == "a" * 100 + " … " + "b" * 100
+    assert printable(("x" + "é" * 150).encode()) == "x" + "é" * 49 + " … " + "é" * 50
+    assert printable(b"\xff" * 201) == "\\xff" * 100 + " … " + "\\xff" * 100
+    assert printable(b"n" * 300, whole=True) == "n" * 300

@@ -206,7 +206,8 @@ def test_every_truncation_is_an_error_or_ends_between_entries() -> None:
         try:
             got = [entry for entry, _ in read_all(archive[:size])]
         except SourceError as error:
-            if "truncated" not in str(error) or error.offset is None:
+            truncated = "truncated" in str(error) and error.offset is not None
+            if not truncated and not (size < 262 and "neither a tar" in str(error)):  # before the magic number nothing says tar
                 raise
         else:
             assert size % 512 == 0
@@ -216,7 +217,7 @@ def test_every_truncation_is_an_error_or_ends_between_entries() -> None:
 @pytest.mark.parametrize(
     ("archive", "message"),
     [
-        (b"not a tar archive" * 100, "octal checksum|not a tar"),
+        (b"not a tar archive" * 100, "neither a tar nor a gzip- or zstd-compressed one$"),
         (header(b"f", size=0)[:-1] + b"\1" + END, "checksum"),
         (header(b"f", size=600) + b"x" * 300, "entry f.*truncated"),
         (header(b"f") + bytes(512) + header(b"g") + END, "two zero blocks"),
@@ -270,7 +271,7 @@ def test_other_compressions_are_named(tmp_path: Path) -> None:
     [
         (Entry(path=b"a/../b", kind=Kind.REGULAR), r"\.\."),
         (Entry(path=b"n" * 256, kind=Kind.REGULAR), "256 bytes"),
-        (Entry(path=b"/".join([b"p" * 200] * 21), kind=Kind.REGULAR), "4095"),
+        (Entry(path=b"/".join([b"p" * 200] * 21), kind=Kind.REGULAR), "4,095"),
         (Entry(path=b"zero", kind=Kind.CHARACTER), "0:0"),
         (Entry(path=b"dev", kind=Kind.BLOCK, rdev=os.makedev(4096, 0)), "4096:0"),
         (Entry(path=b"dev", kind=Kind.BLOCK, rdev=os.makedev(0, 1 << 20)), "0:1048576"),

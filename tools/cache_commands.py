@@ -20,10 +20,26 @@ def register(commands: Any) -> None:
         command.set_defaults(run=run)
 
 
+def _cache(arguments: argparse.Namespace) -> Path:
+    """The cache that is meant. CommandError: there is none, or the socket says that another node's is."""
+    path = settings.cache_path(arguments.cache)
+    if arguments.cache is None and (socket := settings.other_node()) is not None:
+        raise exits.CommandError(
+            f"$WEENV_SOCKET is {socket}: its daemon's cache is not known here; say which with --cache DIR", exits.USAGE
+        )
+    if not (path / "layers").is_dir():
+        raise exits.CommandError(
+            f"{path}: expected a node's cache (a directory with layers/ in it), "
+            f"received {'a directory without it' if path.is_dir() else 'no directory'}; say which with --cache DIR",
+            exits.NOT_FOUND,
+        )
+    return path
+
+
 def run_df(arguments: argparse.Namespace) -> int:
     from weefs.cachedir import list_layers
 
-    path = settings.cache_path(arguments.cache)
+    path = _cache(arguments)
     layers = list(list_layers(path))
     result = {
         "path": str(path),
@@ -46,7 +62,7 @@ def run_df(arguments: argparse.Namespace) -> int:
 def run_ls(arguments: argparse.Namespace) -> int:
     from weefs.cachedir import list_layers
 
-    layers = list(list_layers(settings.cache_path(arguments.cache)))
+    layers = list(list_layers(_cache(arguments)))
     if arguments.format == "json":
         output.print_json(
             [

@@ -7,13 +7,14 @@ that needs them."""
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
-from tools import cache_commands, env_commands, exits, group_commands, layer_commands, mount_command, node_commands
-
 
 def build_parser() -> argparse.ArgumentParser:
+    from tools import cache_commands, env_commands, group_commands, layer_commands, mount_command, node_commands
+
     parser = argparse.ArgumentParser(
         prog="weenv",
         description="Environments for agentic reinforcement learning: composed from layer groups, mounted before their "
@@ -29,6 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(argv: Sequence[str]) -> int:
     """Runs one command; returns its exit status."""
+    from tools import exits
+
     parser = build_parser()
     # What stands behind `--` is a command for an environment: none of it is an option of ours, wherever ours stand
     # before it.
@@ -38,15 +41,28 @@ def run(argv: Sequence[str]) -> int:
         if not hasattr(arguments, "argv"):
             parser.error("-- CMD... belongs to `weenv env exec`")
         arguments.argv = [*arguments.argv, *command]
+    if (refused := exits.not_utf8(arguments)) is not None:
+        return refused
     status: int = exits.guarded(arguments.run, arguments)
     return status
 
 
 def main() -> None:
     """Entry point `weenv`."""
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(_run_program(sys.argv[1:]))
 
 
 def envlet_main() -> None:
     """Entry point `envlet`: the daemon, as `weenv node serve`."""
-    sys.exit(run(["node", "serve", *sys.argv[1:]]))
+    sys.exit(_run_program(["node", "serve", *sys.argv[1:]]))
+
+
+def _run_program(argv: Sequence[str]) -> int:
+    """A ^C is an answer, also one that comes while our modules are imported. Names that are not UTF-8 are printed as
+    they are."""
+    try:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="surrogateescape")
+        return run(argv)
+    except KeyboardInterrupt:
+        return 130

@@ -14,6 +14,7 @@ from tools.node_commands import add_socket
 
 DAEMON_ERROR = 125
 TIMED_OUT = 124
+_CAUSE_CHARACTERS = 60
 
 
 def register(commands: Any) -> None:
@@ -31,11 +32,11 @@ def register(commands: Any) -> None:
     create.add_argument(
         "--apply", type=Path, metavar="DIFF", help="a diff of another environment, put in before the start"
     )
-    create.add_argument("--cpu", type=float, metavar="N", help="cores")
-    create.add_argument("--memory", type=output.parse_size, metavar="SIZE")
-    create.add_argument("--ttl", type=float, metavar="S", help="seconds until it ends by itself")
+    create.add_argument("--cpu", type=output.parse_cores, metavar="N", help="cores")
+    create.add_argument("--memory", type=output.parse_memory, metavar="SIZE")
+    create.add_argument("--ttl", type=output.parse_seconds, metavar="S", help="seconds until it ends by itself")
     create.add_argument("--env", type=output.parse_variable, action="append", default=[], metavar="K=V")
-    create.add_argument("--workdir", metavar="D")
+    create.add_argument("--workdir", type=output.parse_absolute, metavar="D")
     output.add_format(create)
     add_socket(create)
     create.set_defaults(run=run_create)
@@ -45,16 +46,16 @@ def register(commands: Any) -> None:
         help="run a command; its exit status is ours (125: the daemon's error, 126, 127 as docker, 124 timed out)",
     )
     execute.add_argument("id", metavar="ID")
-    execute.add_argument("--workdir", metavar="D")
+    execute.add_argument("--workdir", type=output.parse_absolute, metavar="D")
     execute.add_argument("--env", type=output.parse_variable, action="append", default=[], metavar="K=V")
     execute.add_argument("--user", metavar="USER[:GROUP]")
     execute.add_argument(
-        "--timeout", type=float, metavar="S", help="after this the command and all that it started are killed"
+        "--timeout", type=output.parse_seconds, metavar="S", help="after this the command and all that it started are killed"
     )
     execute.add_argument("-t", "--tty", action="store_true", help="on a terminal of its own")
     add_socket(execute)
     execute.add_argument("argv", nargs="*", metavar="-- CMD...")
-    execute.set_defaults(run=run_exec)
+    execute.set_defaults(run=run_exec, status_of_refusal=DAEMON_ERROR)
 
     ls = sub.add_parser("ls", help="list environments")
     ls.add_argument("--all", action="store_true", help="also those that have gone")
@@ -172,7 +173,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
                 output.duration(env.timings.total_s),
                 len(env.groups),
                 top,
-                env.cause or "",
+                output.clip(env.cause or "", _CAUSE_CHARACTERS),
             )
         )
     output.print_table(("ID", "STATE", "ROLE", "AGE", "INIT", "GROUPS", "TOP", "CAUSE"), rows)
@@ -192,7 +193,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
         raise exits.CommandError("a tar does not go to a terminal; use -o FILE or a pipe", exits.USAGE)
     with _client(arguments) as client:
         if arguments.output is None:
-            client.diff(arguments.id, sys.stdout.fileno())
+            _warn_of_devices(client.diff(arguments.id, sys.stdout.fileno()))
             return exits.OK
         unfinished = arguments.output.with_name(arguments.output.name + ".unfinished")
         try:
@@ -201,10 +202,18 @@ def run_diff(arguments: argparse.Namespace) -> int:
             unfinished.replace(arguments.output)
         finally:
             unfinished.unlink(missing_ok=True)
+    _warn_of_devices(result)
     output.say(
         f"{result.entries} entries, {result.whiteouts} of them removals, {output.size(result.content_bytes)} of files"
     )
     return exits.OK
+
+
+def _warn_of_devices(result: Any) -> None:
+    devices = list(getattr(result, "devices", ()))
+    if devices:
+        named = ", ".join(output.clip(device, 100) for device in devices)  # the daemon names the first ones
+        output.say(f"weenv: the diff holds devices, which `weenv env create --apply` refuses, among them {named}")
 
 
 def run_rm(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 OK, ERROR, USAGE, NOT_FOUND, AUTHENTICATION, INTEGRITY, CAPACITY = range(7)
 
@@ -16,6 +16,39 @@ class CommandError(Exception):
     def __init__(self, message: str, status: int = ERROR) -> None:
         super().__init__(message)
         self.status = status
+
+
+def not_utf8(arguments: argparse.Namespace) -> int | None:
+    """Refuses what the daemon's JSON, a manifest or a registry cannot carry; None when all of it can be.
+
+    Paths of our own, which stay on this side, may be of any bytes.
+    """
+    if arguments.command not in ("env", "group", "mount"):
+        return None
+    for name, value in vars(arguments).items():
+        for text in _texts(value):
+            if not _is_utf8(text):
+                shown = os.fsencode(text)[:200].decode("utf-8", "backslashreplace")
+                option = "the command" if name == "argv" else name
+                error = CommandError(f"{option}: expected UTF-8, received {shown!r}; pass other bytes through a file or stdin")
+                return report(error, getattr(arguments, "status_of_refusal", USAGE))
+    return None
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _texts(part)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def guarded(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
@@ -71,7 +104,7 @@ def describe_envlet(error: BaseException) -> str:
     """The daemon's sentence, and for a failed init command what it printed."""
     text = str(getattr(error, "message", error))
     output = (getattr(error, "data", None) or {}).get("output_tail")
-    return f"{text}\n{output}" if output else text
+    return f"{text}\n{output}" if output and output.strip() not in text else text
 
 
 def status_for(error: BaseException) -> int | None:

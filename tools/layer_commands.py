@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import attrs
 
@@ -25,11 +25,9 @@ def register(commands: Any) -> None:
     sub = parser.add_subparsers(dest="layer_command", required=True, metavar="COMMAND")
 
     convert = sub.add_parser("convert", help="tar, tar.gz, tar.zst or a directory to a layer")
-    convert.add_argument("src", metavar="SRC")
+    convert.add_argument("src", metavar="SRC", help="- is a tar on stdin")
     convert.add_argument("dst", metavar="DST")
-    convert.add_argument(
-        "-j", "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="workers (default: the cores)"
-    )
+    convert.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="workers (default: the cores)")
     convert.add_argument("--level", type=int, default=3, metavar="L", help="of zstd, 1 to 19 (default 3)")
     convert.add_argument(
         "--chunk-size",
@@ -99,15 +97,14 @@ def run_convert(arguments: argparse.Namespace) -> int:
         raise exits.CommandError(f"-j: expected 1 or more, received {arguments.jobs}", exits.USAGE)
     chunk_size = DEFAULT_CHUNK_SIZE if arguments.chunk_size is None else arguments.chunk_size
     if chunk_size % 4096 or not 4096 <= chunk_size <= 16 << 20:
-        raise exits.CommandError(
-            f"--chunk-size: expected a multiple of 4,096 up to 16 MiB, received {chunk_size}", exits.USAGE
-        )
+        raise exits.CommandError(f"--chunk-size: expected a multiple of 4,096 up to 16 MiB, received {chunk_size}", exits.USAGE)
     if not 1 <= arguments.level <= 19:
         raise exits.CommandError(f"--level: expected 1 to 19, received {arguments.level}", exits.USAGE)
     begin = time.perf_counter()
+    source = _standard_input() if arguments.src == "-" else arguments.src
     with progress_bar() as progress:
         report = convert(
-            arguments.src,
+            source,
             arguments.dst,
             jobs=arguments.jobs,
             level=arguments.level,
@@ -137,6 +134,12 @@ def run_convert(arguments: argparse.Namespace) -> int:
         f"metadata {output.size(report.layer.toc_size)}, {output.duration(wall_s)}"
     )
     return exits.OK
+
+
+def _standard_input() -> BinaryIO:
+    if sys.stdin is None or sys.stdin.isatty():
+        raise exits.CommandError("-: expected a tar on stdin, received a terminal or nothing; give a file or a pipe", exits.USAGE)
+    return open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
@@ -183,14 +186,24 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     return exits.OK
 
 
+_TYPES = {
+    stat.S_IFDIR: "directory", stat.S_IFREG: "file", stat.S_IFLNK: "symlink", stat.S_IFCHR: "character device",
+    stat.S_IFBLK: "block device", stat.S_IFIFO: "fifo", stat.S_IFSOCK: "socket",
+}  # fmt: skip
+
+
 def _kind(inode: Inode) -> str:
     if inode.is_lower_link:
         return "links into lower layers"
-    kinds = {
-        stat.S_IFDIR: "directories", stat.S_IFREG: "files", stat.S_IFLNK: "symlinks",
-        stat.S_IFCHR: "devices", stat.S_IFBLK: "devices",
-    }  # fmt: skip
-    return kinds.get(stat.S_IFMT(inode.mode), "fifos and sockets")
+    kinds = {"directory": "directories", "file": "files", "symlink": "symlinks"}
+    kinds |= {"character device": "devices", "block device": "devices"}
+    return kinds.get(_type(inode), "fifos and sockets")
+
+
+def _type(inode: Inode) -> str:
+    if inode.is_lower_link:
+        return "lower link"
+    return _TYPES[stat.S_IFMT(inode.mode)]
 
 
 def find(layer: Layer, path: str) -> int:
@@ -217,7 +230,8 @@ def run_ls(arguments: argparse.Namespace) -> int:
     for row in rows:
         target = f" -> {row['target']}" if row["target"] is not None else ""
         owner = f"{row['uid']}:{row['gid']}"
-        print(f"{row['mode']}  {owner:>9}  {row['size_bytes']:>10}  {row['mtime']}  {row['path']}{target}")
+        mtime = row["mtime"].partition(".")[0].lstrip("@") if row["mtime"] else "-" * 19
+        print(f"{row['mode']}  {owner:>9}  {row['size_bytes']:>10}  {mtime}  {row['path']}{target}")
     return exits.OK
 
 
@@ -225,21 +239,21 @@ def _row(layer: Layer, path: bytes, number: int | None) -> dict[str, Any]:
     from layerformat import printable
 
     if number is None:
-        return {"path": printable(path), "type": "whiteout", "mode": "w---------", "uid": 0, "gid": 0, "size_bytes": 0,
-                "mtime": "-" * 19, "target": None, "inode": None, "xattrs": []}  # fmt: skip
+        return {"path": printable(path, whole=True), "type": "whiteout", "mode": "w---------", "uid": 0, "gid": 0, "size_bytes": 0,
+                "mtime": None, "target": None, "inode": None, "xattrs": []}  # fmt: skip
     inode = layer.inode(number)
     target = layer.toc.target(number) if inode.is_symlink or inode.is_lower_link else None
     return {
-        "path": printable(path) or "/",
-        "type": "lower link" if inode.is_lower_link else _kind(inode),
+        "path": printable(path, whole=True) or "/",
+        "type": _type(inode),
         "mode": "h---------" if inode.is_lower_link else stat.filemode(inode.mode),
         "uid": inode.uid,
         "gid": inode.gid,
         "size_bytes": inode.size if inode.is_regular else 0,
-        "mtime": _time(inode.mtime_s),
-        "target": printable(target) if target is not None else None,
+        "mtime": _exact_time(inode),
+        "target": printable(target, whole=True) if target is not None else None,
         "inode": number,
-        "xattrs": sorted(printable(name) for name in layer.toc.xattrs(number)),
+        "xattrs": sorted(printable(name, whole=True) for name in layer.toc.xattrs(number)),
     }
 
 
@@ -250,6 +264,12 @@ def _time(seconds: int) -> str:
         return str(seconds)
 
 
+def _exact_time(inode: Inode) -> str:
+    """RFC 3339 to the nanosecond; a year that no calendar here has as @SECONDS."""
+    text = _time(inode.mtime_s)
+    return f"{text}.{inode.mtime_ns:09}Z" if "T" in text else f"@{text}.{inode.mtime_ns:09}"
+
+
 def run_cat(arguments: argparse.Namespace) -> int:
     from layerformat import Layer
 
@@ -257,7 +277,7 @@ def run_cat(arguments: argparse.Namespace) -> int:
         number = find(layer, arguments.path)
         inode = layer.inode(number)
         if not inode.is_regular:
-            kind = "a link to a file of a lower layer" if inode.is_lower_link else f"one of the {_kind(inode)}"
+            kind = "a link to a file of a lower layer" if inode.is_lower_link else f"a {_type(inode)}"
             raise exits.CommandError(f"{arguments.path}: expected a regular file, it is {kind}")
         for piece in layer.read_file(number):
             sys.stdout.buffer.write(piece)
@@ -273,12 +293,12 @@ def run_verify(arguments: argparse.Namespace) -> int:
         for problem in problems:
             print(problem)
         if problems:
-            output.say(f"weenv: {arguments.file}: {len(problems)} of {len(layer.toc.chunks)} chunks are damaged")
+            output.say(
+                f"weenv: {arguments.file}: {len(problems)} of {len(layer.toc.chunks)} chunks are damaged; "
+                "fetch the layer again, or convert it again from its source"
+            )
             return exits.INTEGRITY
-        print(
-            f"{arguments.file}: {len(layer.toc.chunks)} chunks, {output.size(layer.toc.header.content_size)} of files, "
-            "all whole"
-        )
+        print(f"{arguments.file}: {len(layer.toc.chunks)} chunks, {output.size(layer.toc.header.content_size)} of files, all whole")
     return exits.OK
 
 

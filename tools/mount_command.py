@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import errno
 import os
+import re
 import signal
 import tempfile
 from pathlib import Path
@@ -17,6 +19,7 @@ from tools import exits, output, settings
 
 if TYPE_CHECKING:
     from weefs.core import Core
+    from weefs.protocol import Layer
 
 
 def register(commands: Any) -> None:
@@ -32,63 +35,98 @@ def register(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if not arguments.mountpoint.is_dir():
-        raise exits.CommandError(f"{arguments.mountpoint}: expected a directory to mount on", exits.NOT_FOUND)
-    with tempfile.TemporaryDirectory(prefix="weenv-mount-") as scratch:
-        return asyncio.run(_mount(arguments, arguments.cache or Path(scratch)))
+    _require_free(arguments.mountpoint)
+    # Resolved first: whoever interrupts that finds nothing to clean.
+    layers = _resolve(arguments.groups)
+    return asyncio.run(_mount(arguments, layers))
 
 
-async def _mount(arguments: argparse.Namespace, cache_path: Path) -> int:
+def _require_free(mountpoint: Path) -> None:
+    """CommandError unless it is an empty directory that is no mount: what it shows now must not vanish below."""
+    real = os.path.realpath(mountpoint)
+    with open("/proc/self/mountinfo", "rb") as mounts:
+        mounted = {re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), line.split()[4]) for line in mounts}
+    if os.fsencode(real) in mounted:
+        raise exits.CommandError(f"{mountpoint}: something is mounted there; unmount it or give another directory")
+    if not os.path.isdir(real):
+        raise exits.CommandError(f"{mountpoint}: expected a directory to mount on", exits.NOT_FOUND)
+    if os.listdir(real):
+        raise exits.CommandError(f"{mountpoint}: expected an empty directory to mount on, received one with entries; give another")
+
+
+def _resolve(references: list[str]) -> list[Layer]:
     from registry import resolve_group
-    from weefs import core, dataplane
-    from weefs.cachedir import CacheDirectory
     from weefs.protocol import Layer
 
     credentials = settings.credentials()
-    layers = []
-    for reference in arguments.groups:
-        group = await asyncio.to_thread(resolve_group, reference, credentials=credentials)
-        layers += [Layer(source=group.source, **attrs.asdict(layer)) for layer in group.layers]
-    cache = CacheDirectory.open(cache_path)
-    filesystem = core.Core(escape_overlay_xattrs=False)
-    plane = dataplane.DataPlane(filesystem, cache, credentials=credentials)
-    try:
-        plan = await plane.add_plan(layers)
-        plane.show_as_root(plan.plan_id)
-        descriptors = core.mount(arguments.mountpoint, source=arguments.groups[-1], threads=arguments.threads)
+    groups = [resolve_group(reference, credentials=credentials) for reference in references]
+    return [Layer(source=group.source, **attrs.asdict(layer)) for group in groups for layer in group.layers]
+
+
+async def _mount(arguments: argparse.Namespace, layers: list[Layer]) -> int:
+    """The handlers stand before the scratch directory does, and raise nothing: what was begun is always cleaned."""
+    from weefs import core, dataplane
+    from weefs.cachedir import CacheDirectory
+
+    stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, _stop, stop, number)
+    with contextlib.ExitStack() as stack:
+        cache_path = arguments.cache or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weenv-mount-")))
+        cache = CacheDirectory.open(cache_path)
+        stack.callback(cache.close)
+        filesystem = core.Core(escape_overlay_xattrs=False)
+        stack.callback(filesystem.close)
+        plane = dataplane.DataPlane(filesystem, cache, credentials=settings.credentials())
         try:
-            filesystem.serve(descriptors)
+            adding = asyncio.ensure_future(plane.add_plan(layers))
+            await asyncio.wait((adding, stop), return_when=asyncio.FIRST_COMPLETED)
+            if stop.done():
+                adding.cancel()
+                await asyncio.gather(adding, return_exceptions=True)
+                return 128 + stop.result()
+            plan = adding.result()
+            plane.show_as_root(plan.plan_id)
+            _attach(filesystem, arguments)
+            output.say(
+                f"mounted on {arguments.mountpoint}: {plan.entries} names, {output.size(plan.content_bytes)} of files; ^C unmounts"
+            )
+            await _serve_until_interrupted(plane, filesystem, arguments.mountpoint, stop)
         finally:
-            for fd in descriptors:
-                os.close(fd)
-        output.say(
-            f"mounted on {arguments.mountpoint}: {plan.entries} names, {output.size(plan.content_bytes)} of files; "
-            "^C unmounts"
-        )
-        await _serve_until_interrupted(plane, filesystem, arguments.mountpoint)
-    finally:
-        statistics = plane.statistics()
-        await plane.close()
-        filesystem.close()
-        cache.close()
+            statistics = plane.statistics()
+            await plane.close()
     _report(statistics, arguments.format)
     return exits.OK
 
 
-async def _serve_until_interrupted(plane: Any, filesystem: Core, mountpoint: Path) -> None:
+def _stop(stop: asyncio.Future[int], number: int) -> None:
+    if not stop.done():
+        stop.set_result(number)
+
+
+def _attach(filesystem: Core, arguments: argparse.Namespace) -> None:
+    """Mounts and starts the FUSE threads."""
+    from envlet.syscalls import MNT_DETACH, umount
+    from weefs import core
+
+    descriptors = core.mount(arguments.mountpoint, source=arguments.groups[-1], threads=arguments.threads)
+    try:
+        filesystem.serve(descriptors)
+    except BaseException:
+        umount(str(arguments.mountpoint), MNT_DETACH)
+        raise
+    finally:
+        for fd in descriptors:
+            os.close(fd)
+
+
+async def _serve_until_interrupted(plane: Any, filesystem: Core, mountpoint: Path, stop: asyncio.Future[int]) -> None:
     """Until ^C or SIGTERM, or until somebody else unmounts."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
     async with asyncio.TaskGroup() as tasks:
         fetcher = tasks.create_task(plane.run_fetcher())
         try:
-            while not stop.is_set() and not filesystem.ended:
-                try:
-                    await asyncio.wait_for(stop.wait(), 0.5)
-                except TimeoutError:
-                    continue
+            while not stop.done() and not filesystem.ended:
+                await asyncio.wait((stop,), timeout=0.5)
         finally:
             if not filesystem.ended:
                 await _unmount(mountpoint)

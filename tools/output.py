@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,7 +19,8 @@ def add_format(parser: argparse.ArgumentParser) -> None:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    """UTF-8; a byte of a name that is not stays an escape."""
+    print(json.dumps(value, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace").decode())
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -60,6 +63,48 @@ def parse_size(text: str) -> int:
     if not match:
         raise argparse.ArgumentTypeError(f"a size such as 512M or 2GiB was expected, received {text!r}")
     return int(float(match[1]) * UNITS[match[2]])
+
+
+def parse_memory(text: str) -> int:
+    """A size, at least what an environment's process needs to begin."""
+    number = parse_size(text)
+    if number < 4 << 20:
+        raise argparse.ArgumentTypeError(f"4M or more was expected, received {text!r}")
+    return number
+
+
+def parse_cores(text: str) -> float:
+    number = _number(text, "a number of cores such as 0.5 or 2")
+    if not 0 < number <= 4096:
+        raise argparse.ArgumentTypeError(f"more than 0 and at most 4096 cores were expected, received {text!r}")
+    return number
+
+
+def parse_seconds(text: str) -> float:
+    number = _number(text, "a number of seconds such as 90 or 0.5")
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"more than 0 seconds were expected, received {text!r}; for no limit leave the option out")
+    return number
+
+
+def _number(text: str, expected: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{expected} was expected, received {text!r}") from None
+
+
+def parse_absolute(text: str) -> str:
+    """A path inside the environment."""
+    if not text.startswith("/") or len(os.fsencode(text)) > 4095:
+        raise argparse.ArgumentTypeError(f"an absolute path of at most 4,095 bytes was expected, received {clip(text, 100)!r}")
+    return text
+
+
+def clip(text: str, width: int) -> str:
+    """The first line of a text, cut to `width` characters, the last of them … when something is missing."""
+    line = text.partition("\n")[0]
+    return text if len(text) <= width and line == text else line[: width - 1] + "…"
 
 
 def parse_variable(text: str) -> tuple[str, str]:

@@ -33,6 +33,14 @@ def cache_path(given: Path | None) -> Path:
     return given or Path(os.environ.get(CACHE_VARIABLE) or DEFAULT_STATE_DIR / "cache")
 
 
+def other_node() -> str | None:
+    """$WEENV_SOCKET, when it leads to a daemon whose cache neither the default nor $WEENV_CACHE tells."""
+    socket = os.environ.get(SOCKET_VARIABLE)
+    if not socket or os.environ.get(CACHE_VARIABLE) or Path(socket) == DEFAULT_RUN_DIR / "envlet.sock":
+        return None
+    return socket
+
+
 def auth_files() -> tuple[Path, ...]:
     """Where docker and containers keep credentials, those that exist, the first to be asked first."""
     home = Path(os.environ.get("HOME") or "/root")
