@@ -10,25 +10,14 @@ import shutil
 import statistics
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from envlet.client import Client
 from envlet.types import EnvironmentInfo
 from tools.demo.__main__ import Batch, daemon, percentile_95, publish
 from tools.demo.faults import FAULTS
 from tools.output import duration, print_table
 
 STAGES = ("resolve_s", "mount_s", "queue_s", "runtime_s", "mutation_s", "total_s")
-
-
-def remove(socket: Path, made: list[EnvironmentInfo]) -> None:
-    def one(environment: EnvironmentInfo) -> None:
-        with Client(socket) as client:
-            client.delete(environment.id)
-
-    with ThreadPoolExecutor(len(made)) as pool:
-        list(pool.map(one, made))
 
 
 def table(title: str, rounds: list[list[EnvironmentInfo]]) -> None:
@@ -51,17 +40,17 @@ def main() -> None:
     try:
         with daemon(scratch) as socket:
             batch = Batch(published, socket, [FAULTS[i % len(FAULTS)] for i in range(arguments.environments)])
-            remove(socket, batch.create_all())  # what is cold becomes warm
+            batch.remove_all(batch.create_all())  # what is cold becomes warm
             together, walls = [], []
             for _ in range(arguments.rounds):
                 begin = time.perf_counter()
                 together.append(batch.create_all())
                 walls.append(time.perf_counter() - begin)
-                remove(socket, together[-1])
+                batch.remove_all(together[-1])
             alone = []
             for fault in FAULTS[:4] * 3:
                 alone.append([batch.create(fault)])
-                remove(socket, alone[-1])
+                batch.remove_all(alone[-1])
             print()
             table(f"{arguments.environments} AT ONCE, {arguments.rounds} ROUNDS", together)
             print(f"all ready after {duration(statistics.median(walls))} (median)\n")
