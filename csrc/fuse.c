@@ -170,7 +170,7 @@ static void do_lookup(const struct request *request)
 		return;
 	}
 	if (r == 0)
-		r = super_lookup(request->w, &directory, name, length, &node);
+		r = super_lookup(&directory, name, length, &node);
 	if (r == 0)
 		r = super_object(request->w, node, &object);
 	if (r && r != -ENOENT) {

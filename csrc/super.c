@@ -123,11 +123,10 @@ static uint64_t dirent_node(const struct object *directory, const struct toc_dir
 	return plan_file_node(directory->plan, directory->layer->slot, dirent->inode);
 }
 
-int super_lookup(struct weefs *w, const struct object *directory, const char *name, size_t length, uint64_t *ret_node)
+int super_lookup(const struct object *directory, const char *name, size_t length, uint64_t *ret_node)
 {
 	int64_t index;
 
-	(void)w;
 	if (!inode_is_directory(directory->inode))
 		return -ENOTDIR;
 	if (directory->merged) {

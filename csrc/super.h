@@ -83,7 +83,7 @@ struct object {
 int super_object(struct weefs *w, uint64_t node, struct object *ret_object);
 
 /* The node of `name` in a directory: 0, -ENOENT, -ENOTDIR. */
-int super_lookup(struct weefs *w, const struct object *directory, const char *name, size_t length, uint64_t *ret_node);
+int super_lookup(const struct object *directory, const char *name, size_t length, uint64_t *ret_node);
 
 /* The `index`th name of a directory: 0; 1 for a hole in the numbering; -ENOENT behind the last. */
 struct listed {

@@ -442,7 +442,7 @@ int weefs_lookup(struct weefs *w, uint32_t slot, const char *path, struct weefs_
 		size_t length = strcspn(path, "/");
 		uint64_t node = 0;
 
-		r = super_lookup(w, &object, path, length, &node);
+		r = super_lookup(&object, path, length, &node);
 		if (r == 0)
 			r = super_object(w, node, &object);
 		path += length;
