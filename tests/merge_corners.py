@@ -182,3 +182,16 @@ def compare(wanted: dict[bytes, Row], shown: dict[bytes, Row]) -> Iterator[str]:
         for name in attrs.fields_dict(Row):
             if getattr(ours, name) != getattr(theirs, name):
                 yield f"{path!r}: {name}: weefs {getattr(ours, name)!r:.300}, they {getattr(theirs, name)!r:.300}"
+
+
+KINDS = [
+    [
+        directory(b".", 0o751, mtime_ns=5_000_000_001),
+        directory(b"d", 0o1777, uid=1000, gid=70_000, mtime_ns=-1_500_000_000, xattrs={b"user.note": b"\0\xff"}),
+        file(b"d/set", b"x" * 9000, 0o4755, uid=1, gid=2, mtime_ns=1_700_000_000_123_456_789),
+        symlink(b"d/s", b"../nowhere", 0o640),
+        link(b"d/again", b"d/set"),
+    ],
+    [directory(b"d", 0o700, mtime_ns=7), file(b"d/empty", b""), whiteout(b"d/s"), file(b"new\xff", b"y" * 5000)],
+]
+"""A named stack with one of each kind, which every tool shows alike: each directory but the root has its entry."""

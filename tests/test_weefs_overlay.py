@@ -13,6 +13,7 @@ import attrs
 import pytest
 from hypothesis import given
 from merge_corners import (
+    KINDS,
     compare,
     directory,
     file,
@@ -73,16 +74,6 @@ def differences(ours: dict[bytes, Row], theirs: dict[bytes, Row], unpacked: Unpa
     return list(compare(ours, theirs))
 
 
-KINDS = [
-    [
-        directory(b".", 0o751, mtime_ns=5_000_000_001),
-        directory(b"d", 0o1777, uid=1000, gid=70_000, mtime_ns=-1_500_000_000, xattrs={b"user.note": b"\0\xff"}),
-        file(b"d/set", b"x" * 9000, 0o4755, uid=1, gid=2, mtime_ns=1_700_000_000_123_456_789),
-        symlink(b"d/s", b"../nowhere", 0o640),
-        link(b"d/again", b"d/set"),
-    ],
-    [directory(b"d", 0o700, mtime_ns=7), file(b"d/empty", b""), whiteout(b"d/s"), file(b"new\xff", b"y" * 5000)],
-]
 LINKS_OVER_LAYERS = [
     [directory(b"x"), directory(b"y"), file(b"x/a"), link(b"x/b", b"x/a"), file(b"y/c")],
     [directory(b"z"), link(b"z/d", b"x/a"), link(b"z/e", b"y/c")],

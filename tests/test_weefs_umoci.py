@@ -18,6 +18,7 @@ import attrs
 import pytest
 from hypothesis import given
 from merge_corners import (
+    KINDS,
     compare,
     converted,
     directory,
@@ -102,10 +103,7 @@ def differences(shown: dict[bytes, Row], view: View, unpacked: Unpacked, removed
         ours[path], theirs[path] = as_go_reads(on_disk(ours[path])), theirs[path]
         if not isinstance(node, Directory):
             continue
-        hollow = sum(
-            is_hollow(child) and (path + b"/" + name if path else name) not in ours
-            for name, child in node.children.items()
-        )
+        hollow = sum(is_hollow(child) and (path + b"/" + name if path else name) not in ours for name, child in node.children.items())
         ours[path] = attrs.evolve(ours[path], nlink=ours[path].nlink - hollow)
         if is_implicit(node) or path in removed:
             ours[path], theirs[path] = without_attributes(ours[path]), without_attributes(theirs[path])
@@ -120,9 +118,7 @@ def umoci_guesses(refusal: str, stack: list[Layer], blobs: list[bytes]) -> bool:
     """
     if "a symlink in a layer below it that leads to no directory" in refusal:
         return True
-    return "has a hard link to" in refusal and (
-        goes_through_a_lower_symlink(blobs) or has_a_whiteout_below_a_file(stack)
-    )
+    return "has a hard link to" in refusal and (goes_through_a_lower_symlink(blobs) or has_a_whiteout_below_a_file(stack))
 
 
 def agree(mounted: MountedCore, stack: list[Layer], dialect: str = "ours") -> bool:
@@ -152,16 +148,6 @@ def agree(mounted: MountedCore, stack: list[Layer], dialect: str = "ours") -> bo
 
 # Named stacks that both show alike. Every directory but the root has its entry, so that nothing is kept out.
 
-KINDS = [
-    [
-        directory(b".", 0o751, mtime_ns=5_000_000_001),
-        directory(b"d", 0o1777, uid=1000, gid=70_000, mtime_ns=-1_500_000_000, xattrs={b"user.note": b"\0\xff"}),
-        file(b"d/set", b"x" * 9000, 0o4755, uid=1, gid=2, mtime_ns=1_700_000_000_123_456_789),
-        symlink(b"d/s", b"../nowhere", 0o640),
-        link(b"d/again", b"d/set"),
-    ],
-    [directory(b"d", 0o700, mtime_ns=7), file(b"d/empty", b""), whiteout(b"d/s"), file(b"new\xff", b"y" * 5000)],
-]
 USRMERGE = [
     [directory(b"usr"), directory(b"usr/lib"), file(b"usr/lib/a"), symlink(b"lib", b"usr/lib")],
     [file(b"lib/b"), directory(b"usr/lib/deep"), file(b"lib/deep/c"), file(b"usr/lib/d")],
