@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
@@ -362,9 +363,8 @@ def _parse_number(field: bytes) -> int | None:
 
 def _check_sum(stream: _Stream, block: bytes) -> None:
     expected = _number(stream, block[148:156], "checksum")
-    unsigned, signed = _sums(block)
-    if expected not in (unsigned, signed):
-        raise stream.error(f"expected a header with checksum {unsigned}, received {expected}: not a tar archive, or damaged")
+    if expected not in _sums(block):
+        raise stream.error(f"expected a header with checksum {next(_sums(block))}, received {expected}: not a tar archive, or damaged")
 
 
 def _has_checksum(block: bytes) -> bool:
@@ -373,7 +373,16 @@ def _has_checksum(block: bytes) -> bool:
     return digits.isdigit() and not digits.strip(b"01234567") and int(digits, 8) in _sums(block)
 
 
-def _sums(block: bytes) -> tuple[int, int]:
-    """A header's checksum, over unsigned bytes, and over signed ones as some old archives have it."""
-    unsigned = sum(block) - sum(block[148:156]) + 8 * 32
-    return unsigned, unsigned - 256 * sum(1 for index, byte in enumerate(block) if byte > 127 and not 148 <= index < 156)
+def _sum(block: bytes) -> int:
+    """The sum of a header's bytes. Adler-32's low half is one more than the sum modulo 65,521, and half a block's is below
+    that: a third of the time of `sum`.
+    """
+    half = BLOCK // 2
+    return (zlib.adler32(block[:half]) & 0xFFFF) + (zlib.adler32(block[half:]) & 0xFFFF) - 2
+
+
+def _sums(block: bytes) -> Iterator[int]:
+    """A header's checksum, over unsigned bytes; then over signed ones, as some old archives have it."""
+    unsigned = _sum(block) - sum(block[148:156]) + 8 * 32
+    yield unsigned
+    yield unsigned - 256 * sum(1 for index, byte in enumerate(block) if byte > 127 and not 148 <= index < 156)
