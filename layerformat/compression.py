@@ -1,21 +1,27 @@
-"""Decompresses a source, told by its first bytes: gzip and zstd, any number of members or frames, or nothing.
+"""Decompresses a source, told by its first bytes: gzip, zstd and xz, any number of members, frames or streams, or nothing.
 
 Every checksum of the compressor is verified, and a stream that ends inside a member or frame is an error. zstandard's
 stream reader takes the end of its input for the end of a frame, so `_ZstdRaw` walks the frames' block headers beside it
-and knows better.
+and knows better. A file on the disk is decompressed ahead, in a thread: it is the one step that cannot be shared out.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
+import hashlib
 import io
+import lzma
 import os
+import queue
 import stat
+import threading
 import zlib
 from collections.abc import Generator
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 import zstandard
+from isal import isal_zlib
 
 from .errors import SourceError
 
@@ -23,14 +29,22 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 READ_BYTES = 256 * 1024
+_PIECE_BYTES = 1024 * 1024
+_AHEAD_PIECES = 4
 MAX_WINDOW_BYTES = 128 * 1024 * 1024
 
+MAX_XZ_MEMORY_BYTES = 128 * 1024 * 1024  # xz -9 takes half of it
+
+_IsalError = cast(type[Exception], isal_zlib.error)
+
 _GZIP_MAGIC = b"\x1f\x8b"
+_GZIP_HEADER_CRC, _GZIP_EXTRA, _GZIP_NAME, _GZIP_COMMENT = 2, 4, 8, 16
+_MAX_GZIP_TEXT = 1024 * 1024
+_XZ_MAGIC = b"\xfd7zXZ\0"
 _SKIPPABLE_MAGIC = 0x184D2A50
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _OTHERS = {
     b"BZh": "bzip2",
-    b"\xfd7zXZ\0": "xz",
     b"LZIP": "lzip",
     b"\x04\x22\x4d\x18": "lz4",
     b"PK\x03\x04": "a zip archive",
@@ -73,7 +87,7 @@ class CountingFile:
 
 
 class _Raw(io.RawIOBase):
-    """What the three share: `readinto` over `_next`, which gives a run of bytes, none at the end."""
+    """What all share: `readinto` over `_next`, which gives a run of bytes, none at the end."""
 
     def __init__(self, file: CountingFile, source: str) -> None:
         self._file = file
@@ -106,40 +120,149 @@ class _PlainRaw(_Raw):
 
 
 class _GzipRaw(_Raw):
-    """gzip members one after the other; zero bytes may follow the last."""
+    """gzip members one after the other; zero bytes may follow the last.
+
+    The members' headers and checksums are read here and only the deflate streams by ISA-L, which takes a header that is
+    cut between two reads for a damaged one.
+    """
 
     def __init__(self, file: CountingFile, source: str) -> None:
         super().__init__(file, source)
-        self._member = zlib.decompressobj(wbits=31)
         self._input = b""
+        self._deflate: isal_zlib.Decompress | None = None
+        self._full = False  # the last piece was as long as it could be, so that more may come without input
+        self._crc32 = 0
+        self._size = 0
+        self._members = 0
 
     def _next(self, size: int) -> bytes:
         while True:
-            if self._member.eof:
-                if not self._next_member():
+            if self._deflate is None:
+                deflate = self._begin_member()
+                if deflate is None:
                     return b""
-            elif not self._input:
-                self._input = self._file.read(READ_BYTES)
-                if not self._input:
-                    raise self._error("expected more of a gzip member, received the end: the file is truncated")
-            try:
-                data = self._member.decompress(self._input, max(size, READ_BYTES))
-            except zlib.error as error:
-                raise self._error(f"gzip data that cannot be decompressed ({error}): the file is damaged") from None
-            self._input = self._member.unused_data if self._member.eof else self._member.unconsumed_tail
+            else:
+                deflate = self._deflate
+                if not (self._input or self._full):
+                    self._input = self._more()
+            data = self._inflate(deflate, max(size, READ_BYTES))
             if data:
                 return data
 
-    def _next_member(self) -> bool:
-        """Starts the next member; False at the end of the file."""
+    def _inflate(self, deflate: isal_zlib.Decompress, limit: int) -> bytes:
+        """Some decompressed bytes of the member; ends it when they are its last."""
+        try:
+            data = deflate.decompress(self._input, limit)
+        except _IsalError as error:
+            raise self._error(f"gzip data that cannot be decompressed ({error}): the file is damaged") from None
+        self._crc32 = isal_zlib.crc32(data, self._crc32)
+        self._size += len(data)
+        self._full = len(data) == limit
+        self._input = deflate.unused_data if deflate.eof else deflate.unconsumed_tail
+        if deflate.eof:
+            self._end_member()
+        return data
+
+    def _begin_member(self) -> isal_zlib.Decompress | None:
+        """Reads a member's header (RFC 1952); None at the end of the file."""
+        if self._members:
+            while not (rest := self._input.lstrip(b"\0")):
+                self._input = self._file.read(READ_BYTES)
+                if not self._input:
+                    return None
+            self._input = rest
+        header = self._take(10)
+        flags = header[3]
+        if header[:3] != _GZIP_MAGIC + b"\x08" or flags & 0xE0:
+            raise self._error(f"expected a gzip member, received {header[:4].hex()}: the file is damaged")
+        if flags & _GZIP_EXTRA:
+            length = self._take(2)
+            header += length + self._take(int.from_bytes(length, "little"))
+        for flag in (_GZIP_NAME, _GZIP_COMMENT):
+            if flags & flag:
+                header += self._take_text()
+        if flags & _GZIP_HEADER_CRC and int.from_bytes(self._take(2), "little") != zlib.crc32(header) & 0xFFFF:
+            raise self._error("a gzip member whose header does not have the checksum that it states: the file is damaged")
+        self._members += 1
+        self._deflate = isal_zlib.decompressobj(wbits=-15)
+        self._crc32 = self._size = 0
+        return self._deflate
+
+    def _end_member(self) -> None:
+        trailer = self._take(8)
+        stated = int.from_bytes(trailer[:4], "little"), int.from_bytes(trailer[4:], "little")
+        if stated != (self._crc32, self._size & 0xFFFFFFFF):
+            raise self._error("a gzip member whose contents do not have the checksum and size that it states: the file is damaged")
+        self._deflate = None
+
+    def _take(self, size: int) -> bytes:
+        """Exactly `size` bytes of the file."""
+        while len(self._input) < size:
+            self._input += self._more()
+        taken, self._input = self._input[:size], self._input[size:]
+        return taken
+
+    def _take_text(self) -> bytes:
+        """A text of the header up to its NUL, and the NUL."""
+        while (end := self._input.find(b"\0")) < 0:
+            if len(self._input) > _MAX_GZIP_TEXT:
+                raise self._error(f"a gzip member with a name or comment of more than {_MAX_GZIP_TEXT} bytes")
+            self._input += self._more()
+        return self._take(end + 1)
+
+    def _more(self) -> bytes:
+        data = self._file.read(READ_BYTES)
+        if not data:
+            raise self._error("expected more of a gzip member, received the end: the file is truncated")
+        return data
+
+
+class _XzRaw(_Raw):
+    """xz streams one after the other, with the padding between and behind them that the format allows."""
+
+    def __init__(self, file: CountingFile, source: str) -> None:
+        super().__init__(file, source)
+        self._input = b""
+        self._stream: lzma.LZMADecompressor | None = _xz_stream()
+
+    def _next(self, size: int) -> bytes:
         while True:
-            self._input = self._input.lstrip(b"\0")
-            if self._input:
-                self._member = zlib.decompressobj(wbits=31)
-                return True
+            stream = self._stream or self._begin_stream()
+            if stream is None:
+                return b""
+            if not self._input and stream.needs_input:
+                self._input = self._file.read(READ_BYTES)
+                if not self._input:
+                    raise self._error("expected more of an xz stream, received the end: the file is truncated")
+            try:
+                data = stream.decompress(self._input, max(size, READ_BYTES))
+            except lzma.LZMAError as error:
+                raise self._error(f"xz data that cannot be decompressed ({error}): the file is damaged, or needs too much memory") from None
+            self._input = b""
+            if stream.eof:
+                self._input = stream.unused_data
+                self._stream = None
+            if data:
+                return data
+
+    def _begin_stream(self) -> lzma.LZMADecompressor | None:
+        """Passes the padding, which comes in fours, and starts the next stream; None at the end of the file."""
+        padding = 0
+        while not (rest := self._input.lstrip(b"\0")):
+            padding += len(self._input)
             self._input = self._file.read(READ_BYTES)
             if not self._input:
-                return False
+                break
+        padding += len(self._input) - len(rest)
+        if padding % 4:
+            raise self._error(f"expected padding of a multiple of 4 bytes after an xz stream, received {padding}: the file is damaged")
+        self._input = rest
+        self._stream = _xz_stream() if rest else None
+        return self._stream
+
+
+def _xz_stream() -> lzma.LZMADecompressor:
+    return lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MAX_XZ_MEMORY_BYTES)
 
 
 class _FrameWalker:
@@ -226,8 +349,65 @@ class _Tee:
         return data
 
 
-def open_decompressed(file: CountingFile, source: str) -> tuple[str, BinaryIO]:
-    """What the file is (`tar`, `tar.gz`, `tar.zst`), and its decompressed bytes, buffered.
+class _Hashing(_Raw):
+    """Feeds a digest with all that passes."""
+
+    def __init__(self, inner: _Raw, digest: hashlib._Hash) -> None:
+        super().__init__(inner._file, inner._source)
+        self._inner = inner
+        self._digest = digest
+
+    def _next(self, size: int) -> bytes:
+        data = self._inner._next(size)
+        self._digest.update(data)
+        return data
+
+
+class _Ahead(_Raw):
+    """Reads ahead in a thread, `_AHEAD_PIECES` pieces at most. What the thread raises arrives in its place in the stream."""
+
+    def __init__(self, inner: _Raw) -> None:
+        super().__init__(inner._file, inner._source)
+        self._inner = inner
+        self._pieces: queue.Queue[bytes | BaseException] = queue.Queue(_AHEAD_PIECES)
+        self._stop = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="layer-decompress", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        piece: bytes | BaseException = b"-"
+        while piece and isinstance(piece, bytes) and not self._stop.is_set():
+            try:
+                piece = self._inner._next(_PIECE_BYTES)
+            except BaseException as error:
+                piece = error
+            self._pieces.put(piece)
+
+    def _next(self, size: int) -> bytes:
+        if self._ended:
+            return b""
+        piece = self._pieces.get()
+        if isinstance(piece, BaseException):
+            self._ended = True
+            raise piece
+        self._ended = not piece
+        return piece
+
+    def close(self) -> None:
+        """Ends the thread, wherever it is."""
+        self._stop.set()
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                self._pieces.get_nowait()
+            self._thread.join(0.01)
+        super().close()
+
+
+def open_decompressed(file: CountingFile, source: str, digest: hashlib._Hash | None = None) -> tuple[str, BinaryIO]:
+    """What the file is (`tar`, `tar.gz`, `tar.zst`, `tar.xz`), and its decompressed bytes, buffered.
+
+    digest  is fed with the decompressed bytes; whole when the stream was read to its end
 
     SourceError names a compression that is not read.
     """
@@ -237,9 +417,15 @@ def open_decompressed(file: CountingFile, source: str) -> tuple[str, BinaryIO]:
         kind, raw = "tar.gz", _GzipRaw(file, source)
     elif head.startswith(_ZSTD_MAGIC) or int.from_bytes(head[:4], "little") & 0xFFFFFFF0 == _SKIPPABLE_MAGIC:
         kind, raw = "tar.zst", _ZstdRaw(file, source)
+    elif head == _XZ_MAGIC:
+        kind, raw = "tar.xz", _XzRaw(file, source)
     else:
         for magic, name in _OTHERS.items():
             if head.startswith(magic):
-                raise SourceError(source, f"expected a tar, plain or compressed with gzip or zstd, received {name}; recompress it")
+                raise SourceError(source, f"expected a tar, plain or compressed with gzip, zstd or xz, received {name}; recompress it")
         kind, raw = "tar", _PlainRaw(file, source)
+    if digest is not None:
+        raw = _Hashing(raw, digest)
+    if file.size() is not None:  # a pipe could keep the thread waiting when the conversion has failed
+        raw = _Ahead(raw)
     return kind, cast(BinaryIO, io.BufferedReader(raw, READ_BYTES))

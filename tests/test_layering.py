@@ -15,7 +15,7 @@ ORDER = ("layerformat", "registry", "weefs", "envlet", "tools")
 """Each may import itself and those before it."""
 
 LIBRARIES = {
-    "layerformat": {"attr", "attrs", "zstandard"},
+    "layerformat": {"attr", "attrs", "isal", "zstandard"},
     "registry": {"attr", "attrs", "msgspec", "oras", "requests", "aiohttp"},
     "weefs": {"attr", "attrs", "msgspec", "cffi", "zstandard", "pyfuse3", "trio"},
     "envlet": {"attr", "attrs", "msgspec", "trio", "psutil"},
