@@ -50,10 +50,10 @@ class ReferenceFilesystem(pyfuse3.Operations):
     def _attributes(self, node: File | Directory) -> pyfuse3.EntryAttributes:
         record = node.inode
         entry = pyfuse3.EntryAttributes()
-        entry.st_ino = self._numbers[id(node)]
+        entry.st_ino = pyfuse3.InodeT(self._numbers[id(node)])
         entry.generation = 0
         entry.entry_timeout = entry.attr_timeout = FOREVER_S
-        entry.st_mode = shown_mode(node)
+        entry.st_mode = pyfuse3.ModeT(shown_mode(node))
         entry.st_nlink = link_count(node)
         entry.st_uid, entry.st_gid = record.uid, record.gid
         entry.st_rdev = os.makedev(record.rdev >> 8 & 0xFFF, record.rdev & 0xFF | record.rdev >> 12 & 0xFFF00)
@@ -80,11 +80,11 @@ class ReferenceFilesystem(pyfuse3.Operations):
             raise pyfuse3.FUSEError(errno.ENOENT)
         return self._attributes(child)
 
-    async def readlink(self, inode: int, ctx: pyfuse3.RequestContext) -> bytes:
-        return self._view.target(self._file(inode))
+    async def readlink(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileNameT:
+        return pyfuse3.FileNameT(self._view.target(self._file(inode)))
 
-    async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
-        return inode
+    async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileHandleT:
+        return pyfuse3.FileHandleT(inode)
 
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         directory = self._node(fh)
@@ -93,13 +93,13 @@ class ReferenceFilesystem(pyfuse3.Operations):
         for position, name in enumerate(sorted(directory.children)):
             if position >= start_id:
                 attributes = self._attributes(directory.children[name])
-                if not pyfuse3.readdir_reply(token, name, attributes, position + 1):
+                if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(name), attributes, position + 1):
                     return
 
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise pyfuse3.FUSEError(errno.EROFS)
-        return pyfuse3.FileInfo(fh=inode, keep_cache=True)
+        return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(inode), keep_cache=True)
 
     async def read(self, fh: int, off: int, size: int) -> bytes:
         file = self._file(fh)
@@ -115,8 +115,8 @@ class ReferenceFilesystem(pyfuse3.Operations):
             raise pyfuse3.FUSEError(errno.ENODATA)
         return value
 
-    async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
-        return list(self._xattrs(inode))
+    async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[pyfuse3.XAttrNameT]:
+        return [pyfuse3.XAttrNameT(name) for name in self._xattrs(inode)]
 
     def _xattrs(self, inode: int) -> dict[bytes, bytes]:
         node = self._node(inode)
