@@ -5,8 +5,10 @@ from .decoder import Layer, Problem, decode_chunk, open_toc
 from .encoder import DEFAULT_LEVEL, EncodeReport, encode
 from .errors import FormatError, LayerError, SourceError, UnsupportedEntry, printable
 from .model import Data, Entry, Kind
+from .recipe import Recipe, RecipeReport, RecipeWriter
 from .sources import open_source
 from .spec import DEFAULT_CHUNK_SIZE
+from .storedtoc import restore_toc
 from .tarreader import read_tar
 from .tarwriter import TarWriter
 from .toc import Chunk, Dirent, Extent, Footer, Header, Inode, Toc, decode_footer
@@ -33,6 +35,9 @@ __all__ = [
     "LayerTree",
     "Problem",
     "Progress",
+    "Recipe",
+    "RecipeReport",
+    "RecipeWriter",
     "SourceError",
     "TarWriter",
     "Toc",
@@ -46,4 +51,5 @@ __all__ = [
     "open_toc",
     "printable",
     "read_tar",
+    "restore_toc",
 ]

@@ -1,10 +1,12 @@
-"""Turns a source into a layer file: all of it or nothing at its destination."""
+"""Turns a source into a layer file, and a recipe beside it: all of it or nothing at its destination."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -12,6 +14,8 @@ from attrs import frozen
 
 from . import spec
 from .encoder import DEFAULT_LEVEL, EncodeReport, encode
+from .errors import SourceError
+from .recipe import RecipeReport, RecipeWriter
 from .sources import open_source
 
 
@@ -27,12 +31,18 @@ class Progress:
 
 @frozen
 class ConvertReport:
-    """What a conversion did. `bytes_in` is what was read of the source as it is stored, `layer` what was written."""
+    """What a conversion did. `bytes_in` is what was read of the source as it is stored, `layer` what was written.
+
+    diff_id  SHA-256 of the tar, decompressed, as `sha256:` + hex, when it was asked for
+    recipe   None when there is none
+    """
 
     source_kind: str
     bytes_in: int
     layer: EncodeReport
     warnings: tuple[str, ...]
+    diff_id: str | None
+    recipe: RecipeReport | None
 
     @property
     def bytes_out(self) -> int:
@@ -48,42 +58,69 @@ def convert(
     level: int = DEFAULT_LEVEL,
     chunk_size: int = spec.DEFAULT_CHUNK_SIZE,
     upper: bool = False,
+    recipe: str | os.PathLike[str] | None = None,
+    diff_id: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> ConvertReport:
-    """Converts a tar (plain, gzip, zstd; its path, or an open file) or a directory to a layer at `dst`; parameters as for `encode` and
-    `open_source`.
+    """Converts a tar (plain, gzip, zstd, xz; its path, or an open file) or a directory to a layer at `dst`; parameters as for `encode`
+    and `open_source`.
 
-    The layer is written beside `dst` and renamed when it is whole and on the disk; on any failure nothing is left.
-    `progress` is called in the caller's thread. SourceError, UnsupportedEntry, OSError.
+    recipe   of a tar: where to write the recipe that gives it back
+    diff_id  of a tar: compute it; with a recipe, it is computed anyway
+
+    The layer and the recipe are written beside their places and renamed when they are whole and on the disk; on any failure nothing is
+    left. `progress` is called in the caller's thread. SourceError, UnsupportedEntry, OSError.
     """
-    destination = Path(dst)
-    with open_source(src, upper=upper) as source:
+    digest = hashlib.sha256() if diff_id or recipe is not None else None
+    with open_source(src, upper=upper, digest=digest) as source, contextlib.ExitStack() as stack:
+        if digest is not None and not source.is_tar:
+            raise SourceError(os.fspath(cast(str, src)), "expected a tar, whose bytes a recipe gives back; received a directory")
 
         def report(entries: int, written_bytes: int) -> None:
             if progress is not None:
                 progress(Progress(source.position_bytes(), source.total_bytes(), entries, written_bytes))
 
-        partial = destination.with_name(f".{destination.name[:200]}.{secrets.token_hex(8)}.partial")
-        try:
-            file = open(partial, "xb")  # noqa: SIM115 - closed below
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}; no layer can be written there", os.fspath(dst)) from error
-        try:
-            with file:
-                layer = encode(
-                    source.entries(),
-                    cast(BinaryIO, file),
-                    jobs=jobs,
-                    level=level,
-                    chunk_size=chunk_size,
-                    progress=report,
-                )
-                file.flush()
-                os.fdatasync(file.fileno())
-            os.rename(partial, destination)
-        except BaseException as error:
-            partial.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.filename2 is not None:  # the rename's: the temporary name tells nobody anything
-                raise OSError(error.errno, error.strerror, os.fspath(dst)) from error
-            raise
-        return ConvertReport(source_kind=source.kind, bytes_in=source.position_bytes(), layer=layer, warnings=source.warnings.texts())
+        file = stack.enter_context(_replacing(Path(dst)))
+        writer = None if recipe is None else RecipeWriter(stack.enter_context(_replacing(Path(recipe))))
+        layer = encode(
+            source.entries(None if writer is None else writer.literal),
+            file,
+            jobs=jobs,
+            level=level,
+            chunk_size=chunk_size,
+            recipe=writer,
+            progress=report,
+        )
+        written = None
+        if writer is not None and digest is not None:
+            written = writer.finish(bytes.fromhex(layer.toc_digest.removeprefix("sha256:")), digest.digest())
+        stack.close()
+        return ConvertReport(
+            source_kind=source.kind,
+            bytes_in=source.position_bytes(),
+            layer=layer,
+            warnings=source.warnings.texts(),
+            diff_id=None if digest is None else "sha256:" + digest.hexdigest(),
+            recipe=written,
+        )
+
+
+@contextlib.contextmanager
+def _replacing(destination: Path) -> Iterator[BinaryIO]:
+    """A new file that takes its place when the block ends well, and is gone when it does not."""
+    partial = destination.with_name(f".{destination.name[:200]}.{secrets.token_hex(8)}.partial")
+    try:
+        file = open(partial, "xb")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}; no layer can be written there", os.fspath(destination)) from error
+    try:
+        with file:
+            yield cast(BinaryIO, file)
+            file.flush()
+            os.fdatasync(file.fileno())
+        os.rename(partial, destination)
+    except BaseException as error:
+        partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename2 is not None:  # the rename's: the temporary name tells nobody anything
+            raise OSError(error.errno, error.strerror, os.fspath(destination)) from error
+        raise

@@ -18,7 +18,8 @@ from attrs import frozen
 
 from . import spec
 from .errors import FormatError, printable
-from .toc import Chunk, Dirent, Footer, Inode, Toc, decode_footer, decompress_frame
+from .storedtoc import decompress_frame, restore_toc
+from .toc import Chunk, Dirent, Footer, Inode, Toc, decode_footer
 
 _CACHED_CHUNKS = 4
 _COPY_BYTES = 1024 * 1024
@@ -52,9 +53,9 @@ def open_toc(stored: bytes, *, raw_size: int, digest: bytes) -> Toc:
     if not spec.HEADER_SIZE <= raw_size <= spec.MAX_TOC_RAW_SIZE:
         raise FormatError("toc", None, f"a TOC of {spec.HEADER_SIZE} to {spec.MAX_TOC_RAW_SIZE} bytes", raw_size)
     try:
-        raw = decompress_frame(stored, raw_size)
+        raw = restore_toc(stored, raw_size)
     except ValueError as error:
-        raise FormatError("toc", None, f"a zstd frame of {raw_size} bytes", error) from None
+        raise FormatError("toc", None, f"a zstd frame of {raw_size} bytes with a TOC", error) from None
     received = hashlib.sha256(raw).digest()
     if received != digest:
         raise FormatError("toc", None, f"sha256:{digest.hex()}", f"sha256:{received.hex()}")

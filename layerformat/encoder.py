@@ -27,14 +27,20 @@ from attrs import frozen
 from . import spec
 from .chunker import Chunker
 from .model import Data, Entry
-from .tocwriter import build_footer, build_toc, store_toc
+from .recipe import RecipeWriter
+from .storedtoc import store_toc
+from .tocwriter import build_footer, build_toc
 from .tree import LayerTree
 
-DEFAULT_LEVEL = 3
+DEFAULT_LEVEL = 7
+MAX_LEVEL = 19
+# Chunks of large files: docs/decisions/0005 has what levels and matches buy and cost there.
+_LARGE_FILES_LESS = 2
+_LARGE_FILES_MIN_MATCH = 4
 _BATCH_BYTES = 1024 * 1024
 
-Raw = tuple[int, bytes | bytearray]
-"""Stream offset and contents of a chunk."""
+Raw = tuple[int, bytes | bytearray, bool]
+"""Stream offset and contents of a chunk, and whether it is of a large file."""
 Stored = tuple[int, int, bytes | bytearray, bytes, int]
 """Stream offset, raw size, stored bytes, SHA-256 and flags of a chunk."""
 
@@ -45,6 +51,7 @@ class EncodeReport:
 
     entries       entries applied, whiteouts included
     content_size  sum of the sizes of the regular files, holes included
+    shared_bytes  data of files whose contents the layer held already, and which are stored once
     """
 
     entries: int
@@ -52,6 +59,7 @@ class EncodeReport:
     chunks: int
     chunk_size: int
     content_size: int
+    shared_bytes: int
     stream_size: int
     blob_size: int
     blob_digest: str
@@ -80,19 +88,30 @@ class _BlobWriter:
         self.chunks += spec.CHUNK.pack(stream_offset, self.size, len(data), raw_size, sha256, flags, 0)
         self.write(data)
 
+    @property
+    def chunks_written(self) -> int:
+        return len(self.chunks) // spec.CHUNK.size
+
+    def digests(self, first: int, count: int) -> list[bytes]:
+        """SHA-256 of chunks that were written."""
+        table = self.chunks[first * spec.CHUNK.size : (first + count) * spec.CHUNK.size]
+        return [record[4] for record in spec.CHUNK.iter_unpack(table)]
+
 
 class _Pipeline:
     """Chunks in, stored chunks out to the writer, in order. A context manager: no worker outlives it."""
 
-    def __init__(self, writer: _BlobWriter, *, jobs: int, level: int, written: Callable[[], None]) -> None:
+    def __init__(self, writer: _BlobWriter, *, jobs: int, level: int, chunk_size: int, written: Callable[[], None]) -> None:
         self._writer = writer
         self._level = level
+        self._chunk_size = chunk_size
         self._written = written
         self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="layer-encode")
         self._limit = 2 * jobs + 2
         self._in_flight: deque[Future[list[Stored]]] = deque()
         self._batch: list[Raw] = []
         self._batch_bytes = 0
+        self._chunks = 0
         self._local = threading.local()
 
     def __enter__(self) -> _Pipeline:
@@ -101,12 +120,22 @@ class _Pipeline:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def put(self, stream_offset: int, raw: bytes | bytearray) -> None:
+    def put(self, stream_offset: int, raw: bytes | bytearray, *, large: bool) -> int:
         """Takes one chunk; waits for the oldest batch when too many are in flight, and raises what a worker raised."""
-        self._batch.append((stream_offset, raw))
+        self._batch.append((stream_offset, raw, large))
         self._batch_bytes += len(raw)
+        self._chunks += 1
         if self._batch_bytes >= _BATCH_BYTES:
             self._submit()
+        return self._chunks - 1
+
+    def digests(self, first: int, count: int) -> list[bytes]:
+        """SHA-256 of chunks, once they are written."""
+        if self._chunks - len(self._batch) < first + count:
+            self._submit()
+        while self._writer.chunks_written < first + count:
+            self._write_oldest()
+        return self._writer.digests(first, count)
 
     def finish(self) -> None:
         """Writes everything that is still under way."""
@@ -128,20 +157,27 @@ class _Pipeline:
         self._written()
 
     def _store(self, batch: list[Raw]) -> list[Stored]:
-        """In a worker: compresses and hashes. One compressor per thread; each call starts from the same state."""
-        compressor = getattr(self._local, "compressor", None)
-        if compressor is None:
-            compressor = zstandard.ZstdCompressor(level=self._level, write_checksum=False, write_content_size=True)
-            self._local.compressor = compressor
+        """In a worker: compresses and hashes. Compressors belong to a thread; each call starts from the same state."""
+        compressors = getattr(self._local, "compressors", None)
+        if compressors is None:
+            compressors = self._local.compressors = _compressors(self._level, self._chunk_size)
         result: list[Stored] = []
-        for stream_offset, raw in batch:
+        for stream_offset, raw, large in batch:
             sha256 = hashlib.sha256(raw).digest()
-            frame: bytes = compressor.compress(raw)
+            frame: bytes = compressors[large].compress(raw)
             if len(frame) < len(raw):
                 result.append((stream_offset, len(raw), frame, sha256, spec.CHUNK_ZSTD))
             else:
                 result.append((stream_offset, len(raw), raw, sha256, 0))
         return result
+
+
+def _compressors(level: int, chunk_size: int) -> tuple[zstandard.ZstdCompressor, zstandard.ZstdCompressor]:
+    """For gathers of small files, and for chunks of large ones."""
+    of = zstandard.ZstdCompressionParameters.from_level
+    small = of(level, source_size=chunk_size)
+    large = of(max(1, level - _LARGE_FILES_LESS), source_size=chunk_size, min_match=_LARGE_FILES_MIN_MATCH)
+    return zstandard.ZstdCompressor(compression_params=small), zstandard.ZstdCompressor(compression_params=large)
 
 
 def encode(
@@ -151,13 +187,15 @@ def encode(
     jobs: int = 1,
     level: int = DEFAULT_LEVEL,
     chunk_size: int = spec.DEFAULT_CHUNK_SIZE,
+    recipe: RecipeWriter | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> EncodeReport:
     """Writes a layer of `entries` to `dst`, front to back.
 
     jobs        threads that compress, beside the caller's, which reads and writes
-    level       zstd level of the chunks
+    level       zstd level of small files' chunks, 1 to 19; those of large files are compressed two levels below it
     chunk_size  bytes, a multiple of 4,096 up to 16 MiB
+    recipe      is told where each file's contents are; the caller finishes it
     progress    called with the entries applied and the bytes written, after each batch
 
     Raises what `entries` raises, UnsupportedEntry for what a layer cannot say, ValueError for an impossible parameter.
@@ -165,8 +203,8 @@ def encode(
     """
     if jobs < 1:
         raise ValueError(f"jobs: expected at least 1, received {jobs}")
-    if not 1 <= level <= zstandard.MAX_COMPRESSION_LEVEL:
-        raise ValueError(f"level: expected 1 to {zstandard.MAX_COMPRESSION_LEVEL}, received {level}")
+    if not 1 <= level <= MAX_LEVEL:
+        raise ValueError(f"level: expected 1 to {MAX_LEVEL}, received {level}")
     tree = LayerTree()
     writer = _BlobWriter(dst)
 
@@ -174,12 +212,15 @@ def encode(
         if progress is not None:
             progress(tree.entries, writer.size)
 
-    with _Pipeline(writer, jobs=jobs, level=level, written=written) as pipeline:
-        chunker = Chunker(chunk_size, pipeline.put)
+    with _Pipeline(writer, jobs=jobs, level=level, chunk_size=chunk_size, written=written) as pipeline:
+        chunker = Chunker(chunk_size, pipeline)
         for entry, data in entries:
             node = tree.apply(entry)
             if node is not None:
-                chunker.add(node, data, entry.data_size)
+                size = entry.data_size
+                chunker.add(node, data, size)
+                if recipe is not None and size:
+                    recipe.contents(node, size)
         chunker.finish()
         pipeline.finish()
     return _write_toc(tree, writer, chunker)
@@ -201,9 +242,10 @@ def _write_toc(tree: LayerTree, writer: _BlobWriter, chunker: Chunker) -> Encode
     return EncodeReport(
         entries=tree.entries,
         inodes=header[12],
-        chunks=len(writer.chunks) // spec.CHUNK.size,
+        chunks=writer.chunks_written,
         chunk_size=chunker.chunk_size,
         content_size=header[7],
+        shared_bytes=chunker.shared_bytes,
         stream_size=chunker.stream_size,
         blob_size=writer.size,
         blob_digest="sha256:" + writer.digest.hexdigest(),

@@ -1,7 +1,8 @@
-"""Opens what a layer is made from: a tar, plain or compressed with gzip or zstd (told by its first bytes), or a directory."""
+"""Opens what a layer is made from: a tar, plain or compressed with gzip, zstd or xz (told by its first bytes), or a directory."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from .compression import CountingFile, open_decompressed
 from .dirreader import DirectoryReader
 from .errors import SourceError
 from .model import Data, Entry
-from .tarreader import read_tar
+from .tarreader import Literal, read_tar
 
 MAX_WARNINGS = 1000
 
@@ -41,9 +42,13 @@ class Source(Protocol):
 
     kind: str
     warnings: Warnings
+    is_tar: bool
 
-    def entries(self) -> Iterator[tuple[Entry, Data]]:
-        """The entries in the order of the source, each with its data, which is valid until the next one is asked for."""
+    def entries(self, literal: Literal | None = None) -> Iterator[tuple[Entry, Data]]:
+        """The entries in the order of the source, each with its data, which is valid until the next one is asked for.
+
+        literal  of a tar: receives the bytes that are no entry's data
+        """
         ...
 
     def position_bytes(self) -> int:
@@ -64,14 +69,16 @@ class Source(Protocol):
 class TarSource:
     """A tar file, compressed or not."""
 
-    def __init__(self, file: BinaryIO, name: str) -> None:
+    is_tar = True
+
+    def __init__(self, file: BinaryIO, name: str, digest: hashlib._Hash | None) -> None:
         self.warnings = Warnings()
         self._name = name
         self._file = CountingFile(file)
-        self.kind, self._stream = open_decompressed(self._file, name)
+        self.kind, self._stream = open_decompressed(self._file, name, digest)
 
-    def entries(self) -> Iterator[tuple[Entry, Data]]:
-        return read_tar(self._stream, self._name, warn=self.warnings.add)
+    def entries(self, literal: Literal | None = None) -> Iterator[tuple[Entry, Data]]:
+        return read_tar(self._stream, self._name, warn=self.warnings.add, literal=literal)
 
     def position_bytes(self) -> int:
         return self._file.position
@@ -94,12 +101,13 @@ class DirectorySource:
     """A directory of the file system."""
 
     kind = "directory"
+    is_tar = False
 
     def __init__(self, path: bytes, *, upper: bool) -> None:
         self.warnings = Warnings()
         self._reader = DirectoryReader(path, upper=upper, warn=self.warnings.add)
 
-    def entries(self) -> Iterator[tuple[Entry, Data]]:
+    def entries(self, literal: Literal | None = None) -> Iterator[tuple[Entry, Data]]:
         return self._reader.entries()
 
     def position_bytes(self) -> int:
@@ -118,11 +126,12 @@ class DirectorySource:
         self.close()
 
 
-def open_source(path: str | os.PathLike[str] | BinaryIO, *, upper: bool = False) -> Source:
+def open_source(path: str | os.PathLike[str] | BinaryIO, *, upper: bool = False, digest: hashlib._Hash | None = None) -> Source:
     """Opens a source by what it is, whatever it is called. An open file is read from where it is, to its end, and closed;
     it need not be seekable.
 
-    upper  the directory is the upper directory of an overlay: its deletions and opaque directories become whiteouts.
+    upper   the directory is the upper directory of an overlay: its deletions and opaque directories become whiteouts.
+    digest  of a tar: is fed with its bytes, decompressed
 
     SourceError when it is neither a directory nor a tar in a form that is known; OSError when it cannot be opened.
     """
@@ -130,14 +139,14 @@ def open_source(path: str | os.PathLike[str] | BinaryIO, *, upper: bool = False)
         if upper:
             raise SourceError("an open file", "expected the upper directory of an overlay, received a file")
         name = getattr(path, "name", None)
-        return TarSource(path, name if isinstance(name, str) else "standard input" if name == 0 else "archive")
+        return TarSource(path, name if isinstance(name, str) else "standard input" if name == 0 else "archive", digest)
     if Path(path).is_dir():
         return DirectorySource(os.fsencode(path), upper=upper)
     if upper:
         raise SourceError(str(path), "expected the upper directory of an overlay, received a file")
     file = open(path, "rb", buffering=0)  # noqa: SIM115 - the source owns it
     try:
-        return TarSource(file, str(path))
+        return TarSource(file, str(path), digest)
     except BaseException:
         file.close()
         raise

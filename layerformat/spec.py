@@ -27,6 +27,7 @@ MAX_CHUNK_SIZE: Final = 16 * 1024 * 1024
 HEADER: Final = struct.Struct("<8sIIQQQQQQII12Q24s")
 HEADER_SIZE: Final = 192
 TOC_MAGIC: Final = b"WEENVTOC"
+COLUMNS_MAGIC: Final = b"WEENVTBC"  # of a TOC that is stored by columns, §1.1
 KNOWN_INCOMPAT: Final = 0
 TABLE_ALIGNMENT: Final = 8
 TABLES: Final = ("inodes", "dirents", "xattrs", "extents", "chunks", "strings")

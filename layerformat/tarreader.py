@@ -48,11 +48,16 @@ _PAX_GLOBAL = b"g"
 _GNU_VOLUME_LABEL = b"V"
 
 
+Literal = Callable[[bytes], None]
+"""Receives, in order, the bytes of an archive that are not read as an entry's data: headers, padding, what is passed by."""
+
+
 class _Stream:
     """The archive's bytes with their position; every read is exact or an error."""
 
-    def __init__(self, file: BinaryIO, source: str) -> None:
+    def __init__(self, file: BinaryIO, source: str, literal: Literal | None) -> None:
         self._file = file
+        self._literal = literal
         self.source = source
         self.offset = 0
 
@@ -67,6 +72,8 @@ class _Stream:
         if block and len(block) < BLOCK:
             raise self.error(f"expected a header of {BLOCK} bytes, received {len(block)}: the archive is truncated")
         self.offset += len(block)
+        if self._literal is not None:
+            self._literal(block)
         return block
 
     def read_first_block(self) -> bytes:
@@ -78,6 +85,13 @@ class _Stream:
         return self._counted(block)
 
     def read_exact(self, size: int, name: bytes | None) -> bytes:
+        data = self.read_data(size, name)
+        if self._literal is not None:
+            self._literal(data)
+        return data
+
+    def read_data(self, size: int, name: bytes | None) -> bytes:
+        """As `read_exact`, of an entry's data."""
         data = self._file.read(size)
         if len(data) < size:
             self.offset += len(data)
@@ -92,6 +106,8 @@ class _Stream:
     def drain(self) -> None:
         while data := self._file.read(_SKIP_BYTES):
             self.offset += len(data)
+            if self._literal is not None:
+                self._literal(data)
 
 
 class MemberData:
@@ -108,7 +124,7 @@ class MemberData:
         size = min(size, self._remaining)
         if size <= 0:
             return b""
-        data = self._stream.read_exact(size, self._name)
+        data = self._stream.read_data(size, self._name)
         self._remaining -= size
         return data
 
@@ -118,13 +134,19 @@ class MemberData:
         self._remaining = 0
 
 
-def read_tar(file: BinaryIO, source: str = "archive", *, warn: Callable[[str], None] | None = None) -> Iterator[tuple[Entry, Data]]:
+def read_tar(
+    file: BinaryIO,
+    source: str = "archive",
+    *,
+    warn: Callable[[str], None] | None = None,
+    literal: Literal | None = None,
+) -> Iterator[tuple[Entry, Data]]:
     """Yields each entry with its data. `file` gives exactly what `read(n)` asks for until its end.
 
     SourceError for a damaged or truncated archive, UnsupportedEntry for a type that is not known. `warn` receives what
-    is odd but harmless.
+    is odd but harmless, `literal` everything that the consumer does not read as data.
     """
-    return _Reader(_Stream(file, source), warn or (lambda text: None)).entries()
+    return _Reader(_Stream(file, source, literal), warn or (lambda text: None)).entries()
 
 
 class _Reader:

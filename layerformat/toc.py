@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple, NoReturn
 
-import zstandard
 from attrs import field, frozen
 
 from . import spec
@@ -142,20 +141,6 @@ def decode_footer(data: bytes, *, blob_size: int | None = None) -> Footer:
     if blob_size is not None and offset + stored + spec.FOOTER_SIZE != blob_size:
         fail(f"offset, size and footer that add up to the blob's {blob_size} bytes", offset + stored + spec.FOOTER_SIZE)
     return Footer(offset, stored, raw, sha256)
-
-
-def decompress_frame(frame: bytes, raw_size: int) -> bytes:
-    """One zstd frame of exactly `raw_size` bytes, and never more memory than that. ValueError says what is wrong."""
-    try:
-        stated = zstandard.get_frame_parameters(frame).content_size
-        if stated not in (raw_size, zstandard.CONTENTSIZE_UNKNOWN):
-            raise ValueError(f"a frame that states {stated} bytes")
-        data: bytes = zstandard.ZstdDecompressor().decompress(frame, max_output_size=raw_size, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"no zstd frame of that size ({error})") from None
-    if len(data) != raw_size:
-        raise ValueError(f"a frame of {len(data)} bytes")
-    return data
 
 
 @frozen(eq=False)

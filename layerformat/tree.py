@@ -88,7 +88,6 @@ class LayerTree:
     def __init__(self) -> None:
         self.root = Directory(None, b"")
         self.entries = 0
-        self._names: dict[bytes, bytes] = {}
         self._xattrs: dict[Xattrs, Xattrs] = {(): ()}
 
     def apply(self, entry: Entry) -> Node | None:
@@ -106,7 +105,8 @@ class LayerTree:
         if spec.WHITEOUT_PREFIX in entry.path and self._apply_whiteout(components, entry.path):
             return None
         parent = self._make_parents(components[:-1], entry.path)
-        name = self._checked_name(parent, components[-1], entry.path)
+        name = components[-1]
+        self._check_name(parent, name, entry.path)
         if entry.kind is Kind.DIRECTORY:
             existing = parent.children.get(name)
             if not isinstance(existing, Directory):
@@ -122,12 +122,11 @@ class LayerTree:
 
     # Names and paths
 
-    def _checked_name(self, parent: Directory, name: bytes, path: bytes) -> bytes:
+    def _check_name(self, parent: Directory, name: bytes, path: bytes) -> None:
         if len(name) > spec.MAX_NAME:
             raise UnsupportedEntry(path, f"a name has {len(name)} bytes; at most {spec.MAX_NAME} are possible")
         if parent.path_bytes + len(name) > spec.MAX_PATH:
             raise UnsupportedEntry(path, f"a path of more than {spec.MAX_PATH:,} bytes, symlinks followed")
-        return self._names.setdefault(name, name)
 
     def _make_parents(self, components: list[bytes], path: bytes) -> Directory:
         """The directory at `components`: symlinks of this layer are followed, what is missing becomes IMPLICIT."""
@@ -146,7 +145,7 @@ class LayerTree:
             elif child is None:
                 if name.startswith(spec.WHITEOUT_PREFIX):
                     raise UnsupportedEntry(path, "a directory above it would have a name that begins with .wh.")
-                name = self._checked_name(node, name, path)
+                self._check_name(node, name, path)
                 made = Directory(node, name)
                 node.children[name] = made
                 node = made
@@ -188,7 +187,7 @@ class LayerTree:
         if hidden in (b"", b".", b".."):
             raise UnsupportedEntry(path, "a whiteout must name what it hides, as .wh.NAME")
         parent = self._make_parents(components[:-1], path)
-        hidden = self._checked_name(parent, hidden, path)
+        self._check_name(parent, hidden, path)
         if parent.whiteouts is None:
             parent.whiteouts = set()
         parent.whiteouts.add(hidden)

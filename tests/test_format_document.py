@@ -6,9 +6,7 @@ import io
 import re
 from pathlib import Path
 
-import zstandard
-
-from layerformat import Entry, Kind, Toc, decode_footer, encode
+from layerformat import Entry, Kind, Toc, decode_footer, encode, restore_toc
 from weefs.core import check_toc
 
 TEXT = (Path(__file__).parent.parent / "docs/format.md").read_text()
@@ -30,7 +28,7 @@ def test_the_example_is_what_the_encoder_writes() -> None:
     blob = file.getvalue()
     footer = decode_footer(blob[-80:], blob_size=len(blob))
     stored = blob[footer.toc_offset : footer.toc_offset + footer.toc_stored_size]
-    toc = zstandard.ZstdDecompressor().decompress(stored, max_output_size=footer.toc_raw_size)
+    toc = restore_toc(stored, footer.toc_raw_size)
     assert b"".join(data for _, data in sorted(shown(toc_block).items())) == toc
     Toc.parse(toc)
     check_toc(toc)
@@ -40,5 +38,5 @@ def test_the_example_is_what_the_encoder_writes() -> None:
     end = max(lines) + len(lines[max(lines)])
     for offset, data in lines.items():
         at = len(blob) - (end - offset)
-        if offset >= 0x8A and offset not in (0x92, 0xCA):
+        if offset >= 0x94 and offset not in (0x9C, 0xD4):
             assert blob[at : at + len(data)] == data, hex(offset)

@@ -15,7 +15,7 @@ import pytest
 import trio
 from hypothesis import given
 from merge_corners import directory, file, link, symlink, whiteout
-from strategies import Layer, encode_layer, layer_stacks
+from strategies import Layer, encode_layer, layer_stacks, make_content
 from weefs_harness import MountedCore, mounted_core, open_layers, tree_rows
 
 from envlet import syscalls
@@ -101,7 +101,9 @@ def test_generated_stacks(mounted: MountedCore) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [["empty"], ["everything"], ["everything", "upper"], ["empty", "everything", "upper"]], ids="-".join
+    "names",
+    [["empty.1"], ["everything.1"], ["everything.2"], ["shared.1"], ["everything.1", "upper.2"], ["empty.2", "everything.2", "upper.1"]],
+    ids="-".join,
 )
 def test_golden_layers(mounted: MountedCore, names: list[str]) -> None:
     assert compare(mounted, [(GOLDEN / f"{name}.layer").read_bytes() for name in names]) > 0
@@ -130,8 +132,8 @@ def test_nothing_can_be_written_and_absence_is_said(mounted: MountedCore) -> Non
 
 
 def test_damaged_chunks_are_errors_and_not_bytes() -> None:
-    blob = bytearray(encode_layer([file(b"f", b"x" * 5000), file(b"g", b"y" * 20_000)]))
-    blob[10] ^= 1  # in the first chunk
+    blob = bytearray(encode_layer([file(b"f", make_content(5000, 1, False)), file(b"g", make_content(20_000, 2, False))]))
+    blob[10] ^= 1  # in the first chunk, which is stored as it is: no bit of it is without meaning
     with reference_mount([bytes(blob)]) as mountpoint:
         answers = []
         for name in ("f", "g"):

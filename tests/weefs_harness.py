@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
-import zstandard
 
 from layerformat import Layer as LayerFile
-from layerformat import decode_footer
+from layerformat import decode_footer, restore_toc
 from weefs import core
 from weefs.cachedir import boot_id
 from weefs.merge import Directory, File, View, link_count, shown_mode
@@ -82,7 +81,7 @@ class MountedCore:
             directory = Path(tempfile.mkdtemp(dir=self.directory))
         footer = decode_footer(blob[-FOOTER_SIZE:], blob_size=len(blob))
         stored = blob[footer.toc_offset : footer.toc_offset + footer.toc_stored_size]
-        toc = zstandard.ZstdDecompressor().decompress(stored, max_output_size=footer.toc_raw_size)
+        toc = restore_toc(stored, footer.toc_raw_size)
         (directory / "toc").write_bytes(toc)
         fds = [os.open(directory / "toc", os.O_RDONLY)]
         fds += [os.open(directory / name, os.O_RDWR | os.O_CREAT) for name in ("data", "map")]

@@ -9,9 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import zstandard
-
-from layerformat import Entry, Kind, decode_footer, encode
+from layerformat import Entry, Kind, decode_footer, encode, restore_toc
 
 NS = 1_000_000_000
 
@@ -65,7 +63,7 @@ def raw_toc(entries: list[tuple[Entry, io.BytesIO]]) -> bytes:
     blob = file.getvalue()
     footer = decode_footer(blob[-80:], blob_size=len(blob))
     stored = blob[footer.toc_offset : footer.toc_offset + footer.toc_stored_size]
-    return zstandard.ZstdDecompressor().decompress(stored, max_output_size=footer.toc_raw_size)
+    return restore_toc(stored, footer.toc_raw_size)
 
 
 def main() -> None:

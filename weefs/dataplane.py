@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import attrs
 import zstandard
 
-from layerformat import FormatError, decode_footer
+from layerformat import FormatError, decode_footer, restore_toc
 from registry import Credentials, RangeReader, open_ranges
 from weefs.cachedir import CacheDirectory, LayerRecord, boot_id
 from weefs.core import Core, CoreError, LayerSlot, PlanInfo, PlanSlot, check_toc
@@ -230,7 +230,7 @@ class DataPlane:
 
 
 def _open_toc(digest: str, stored: bytes, place: _TocPlace) -> bytes:
-    """In a thread: decompresses within bounds, compares the digest, validates."""
+    """In a thread: decompresses within bounds, turns it back from columns, compares the digest, validates."""
     try:
         # The decompressor believes the frame before it believes its bound.
         claimed_size = zstandard.frame_content_size(stored)
@@ -238,8 +238,8 @@ def _open_toc(digest: str, stored: bytes, place: _TocPlace) -> bytes:
         if not 0 < raw_size <= MAX_TOC_BYTES or claimed_size not in (-1, raw_size):
             received = f"received one of {raw_size}, whose frame says {claimed_size}"
             raise LayerRefused(f"layer {digest}: expected a TOC of 1 to {MAX_TOC_BYTES} bytes, {received}")
-        toc = zstandard.ZstdDecompressor().decompress(stored, max_output_size=raw_size)
-    except zstandard.ZstdError as error:
+        toc = restore_toc(stored, raw_size)
+    except (zstandard.ZstdError, ValueError) as error:
         raise LayerRefused(f"layer {digest}: expected a TOC in one zstd frame: {error}") from error
     actual = f"sha256:{hashlib.sha256(toc).hexdigest()}"
     if actual != place.digest:
