@@ -1,4 +1,4 @@
-"""`weenv layer …`: convert, inspect, ls, cat, verify, totar."""
+"""`weenv layer …`: convert, inspect, ls, cat, verify, fsck, totar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import attrs
 
-from tools import exits, output
+from tools import exits, fsck_command, output
 
 if TYPE_CHECKING:
     from layerformat import Inode, Layer, Progress
@@ -24,11 +24,12 @@ def register(commands: Any) -> None:
     parser = commands.add_parser("layer", help="make layers and look into them")
     sub = parser.add_subparsers(dest="layer_command", required=True, metavar="COMMAND")
 
-    convert = sub.add_parser("convert", help="tar, tar.gz, tar.zst or a directory to a layer")
+    convert = sub.add_parser("convert", help="a tar (plain, gzip, zstd, xz) or a directory to a layer")
     convert.add_argument("src", metavar="SRC", help="- is a tar on stdin")
     convert.add_argument("dst", metavar="DST")
     convert.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="workers (default: the cores)")
-    convert.add_argument("--level", type=int, default=3, metavar="L", help="of zstd, 1 to 19 (default 3)")
+    convert.add_argument("--level", type=int, default=7, metavar="L", help="of zstd, 1 to 19 (default 7)")
+    convert.add_argument("--recipe", metavar="FILE", help="also write what `totar --recipe` needs to give the tar back byte for byte")
     convert.add_argument(
         "--chunk-size",
         type=output.parse_size,
@@ -59,8 +60,11 @@ def register(commands: Any) -> None:
     verify.add_argument("file", metavar="FILE")
     verify.set_defaults(run=run_verify)
 
+    fsck_command.register(sub)
+
     totar = sub.add_parser("totar", help="a tar on stdout whose extraction equals the original's")
     totar.add_argument("file", metavar="FILE")
+    totar.add_argument("--recipe", metavar="RECIPE", help="of `convert --recipe`: the original tar, byte for byte")
     totar.set_defaults(run=run_totar)
 
 
@@ -109,6 +113,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
             jobs=arguments.jobs,
             level=arguments.level,
             chunk_size=chunk_size,
+            recipe=arguments.recipe,
             progress=progress,
         )
     wall_s = time.perf_counter() - begin
@@ -122,6 +127,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
                 "bytes_in": report.bytes_in,
                 "bytes_out": report.bytes_out,
                 "wall_s": wall_s,
+                "diff_id": report.diff_id,
+                "recipe_bytes": None if report.recipe is None else report.recipe.size,
                 **layer,
             }
         )
@@ -133,6 +140,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
         f"{output.size(report.bytes_out)} ({output.share(report.bytes_out, content)}), "
         f"metadata {output.size(report.layer.toc_size)}, {output.duration(wall_s)}"
     )
+    if report.recipe is not None:
+        output.say(f"recipe {arguments.recipe}: {output.size(report.recipe.size)}, the tar is {report.recipe.diff_id}")
     return exits.OK
 
 
@@ -303,10 +312,14 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def run_totar(arguments: argparse.Namespace) -> int:
-    from layerformat import Layer, export_tar
+    from layerformat import Layer, Recipe, export_tar
 
     if sys.stdout.isatty():
         raise exits.CommandError("a tar does not go to a terminal; send stdout to a file or a pipe", exits.USAGE)
     with Layer.open(arguments.file) as layer:
-        export_tar(layer, sys.stdout.buffer)
+        if arguments.recipe is None:
+            export_tar(layer, sys.stdout.buffer)
+        else:
+            with Recipe.open(arguments.recipe) as recipe:
+                recipe.write_tar(layer, sys.stdout.buffer)
     return exits.OK
