@@ -2,7 +2,7 @@
 
 from .convert import ConvertReport, Progress, convert
 from .decoder import Layer, Problem, decode_chunk, open_toc
-from .encoder import DEFAULT_LEVEL, EncodeReport, encode
+from .encoder import DEFAULT_LEVEL, ENCODER, EncodeReport, encode
 from .errors import FormatError, LayerError, SourceError, UnsupportedEntry, printable
 from .model import Data, Entry, Kind
 from .recipe import Recipe, RecipeReport, RecipeWriter
@@ -18,6 +18,7 @@ from .tree import LayerTree
 __all__ = [
     "DEFAULT_CHUNK_SIZE",
     "DEFAULT_LEVEL",
+    "ENCODER",
     "Chunk",
     "ConvertReport",
     "Data",

@@ -32,6 +32,8 @@ from .storedtoc import store_toc
 from .tocwriter import build_footer, build_toc
 from .tree import LayerTree
 
+ENCODER = "weenv-2"
+"""Changes when other bytes are made of the same source and parameters."""
 DEFAULT_LEVEL = 7
 MAX_LEVEL = 19
 # Chunks of large files: docs/decisions/0005 has what levels and matches buy and cost there.

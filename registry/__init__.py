@@ -1,4 +1,7 @@
-"""Layer groups in OCI registries and local OCI image layouts: references, manifests, push, resolve, ranges of blobs."""
+"""Layer groups in OCI registries and local OCI image layouts: references, manifests, push, resolve, ranges of blobs.
+
+What reads images (`registry.images`) and publishes what must be converted first (`registry.publish`) is imported by name.
+"""
 
 from registry.credentials import Credentials, load_credentials
 from registry.errors import (

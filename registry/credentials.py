@@ -23,6 +23,9 @@ from registry.errors import AuthenticationFailed, RegistryError
 
 HELPER_TIMEOUT_S = 15.0
 MAX_HELPER_ANSWER_BYTES = 64 << 10
+DOCKER_HUB = "registry-1.docker.io"
+_DOCKER_HUB_NAMES = ("index.docker.io", "docker.io")
+"""Under which auth files know it."""
 
 _HELPER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -80,8 +83,9 @@ class Credentials:
 
 def _keys(host: str, repository: str) -> Iterator[str]:
     parts = repository.split("/") if repository else []
-    for count in range(len(parts), -1, -1):
-        yield "/".join([host, *parts[:count]])
+    for name in (host, *_DOCKER_HUB_NAMES) if host == DOCKER_HUB else (host,):
+        for count in range(len(parts), -1, -1):
+            yield "/".join([name, *parts[:count]])
 
 
 def load_credentials(paths: Sequence[Path]) -> Credentials:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,16 +18,27 @@ from registry.layout import Layout
 from registry.manifest import (
     ROLE,
     ROLES,
+    Conversion,
     GroupConfig,
     LayerDescriptor,
+    Platform,
     build_config,
     build_manifest,
     digest_of,
     parse_config,
+    parse_conversion,
     parse_layer,
     parse_manifest,
 )
-from registry.reference import LayoutReference, RegistryReference, parse_reference, parse_source, with_digest
+from registry.reference import (
+    LayoutReference,
+    Reference,
+    RegistryReference,
+    parse_reference,
+    parse_source,
+    with_digest,
+)
+from registry.target import open_target
 
 if TYPE_CHECKING:
     from registry.remote import Remote
@@ -40,11 +50,13 @@ FOOTER_SIZE = 80
 class Group:
     """A resolved layer group.
 
-    reference  as given, pinned: REF@sha256:…
-    digest     of the manifest
-    role       base, task, harness, evaluator, or None
-    layers     base first
-    source     where the blobs are: `oci:/abs/dir` or `http(s)://host:port/repo`
+    reference    as given, pinned: REF@sha256:…
+    digest       of the manifest
+    role         base, task, harness, evaluator, or None
+    layers       base first
+    source       where the blobs are: `oci:/abs/dir` or `http(s)://host:port/repo`
+    runs_on      for which machines it is
+    conversions  the layers that say what they were converted from
     """
 
     reference: str
@@ -53,6 +65,8 @@ class Group:
     config: GroupConfig
     layers: tuple[LayerDescriptor, ...]
     source: str
+    runs_on: Platform
+    conversions: tuple[Conversion, ...] = ()
 
 
 def describe_layer(path: Path) -> LayerDescriptor:
@@ -88,49 +102,27 @@ def push_group(
 
     Blobs that are there already are not sent again. RegistryError and its kinds.
     """
-    parsed = parse_reference(reference)
-    if parsed.digest is not None:
-        raise InvalidReference(f"{reference}: expected a tag to push to, received a digest; the digest is the result")
+    parsed = parse_target(reference, role)
     if not layers:
         raise RegistryError(f"{reference}: expected at least one layer, received none")
-    if role is not None and role not in ROLES:
-        raise RegistryError(f"role: expected one of {', '.join(ROLES)}, received '{role}'")
     descriptors = tuple(describe_layer(path) for path in layers)
     config_bytes = build_config(config or GroupConfig(), descriptors)
     manifest = build_manifest(config_bytes, descriptors, role)
-    files = list(zip(layers, descriptors, strict=True))
-    if isinstance(parsed, LayoutReference):
-        _push_to_layout(parsed, files, config_bytes, manifest)
-    else:
-        _push_to_registry(parsed, files, config_bytes, manifest, credentials)
+    with open_target(parsed, credentials) as target:
+        for path, descriptor in zip(layers, descriptors, strict=True):
+            target.add_file(path, descriptor.digest, descriptor.size_bytes)
+        target.publish(parsed.tag, config_bytes, manifest)
     return str(with_digest(parsed, digest_of(manifest)))
 
 
-def _push_to_layout(
-    reference: LayoutReference, files: Sequence[tuple[Path, LayerDescriptor]], config_bytes: bytes, manifest: bytes
-) -> None:
-    layout = Layout(reference.directory)
-    layout.create()
-    for path, descriptor in files:
-        layout.add_file(path, descriptor.digest)
-    layout.add_bytes(config_bytes)
-    layout.tag(reference.tag, manifest)
-
-
-def _push_to_registry(
-    reference: RegistryReference,
-    files: Sequence[tuple[Path, LayerDescriptor]],
-    config_bytes: bytes,
-    manifest: bytes,
-    credentials: Credentials | None,
-) -> None:
-    from registry.remote import Remote  # oras takes a sixth of a second to import, and a layout needs none of it
-
-    with Remote(reference, credentials) as remote, tempfile.TemporaryDirectory(prefix="weenv-push-") as scratch:
-        for path, descriptor in files:
-            remote.upload_file(path, descriptor.digest, descriptor.size_bytes)
-        remote.upload_bytes(config_bytes, Path(scratch) / "config")
-        remote.upload_manifest(reference.tag or digest_of(manifest), manifest)
+def parse_target(reference: str, role: str | None) -> Reference:
+    """A reference that can be published under. InvalidReference, RegistryError."""
+    parsed = parse_reference(reference)
+    if parsed.digest is not None:
+        raise InvalidReference(f"{reference}: expected a tag to push to, received a digest; the digest is the result")
+    if role is not None and role not in ROLES:
+        raise RegistryError(f"role: expected one of {', '.join(ROLES)}, received '{role}'")
+    return parsed
 
 
 def resolve_group(reference: str, *, credentials: Credentials | None = None) -> Group:
@@ -148,15 +140,19 @@ def resolve_group(reference: str, *, credentials: Credentials | None = None) -> 
             store = stack.enter_context(Remote(parsed, credentials))
             data = store.read_manifest(parsed.digest or parsed.tag or "")
         manifest = parse_manifest(data, name)
-        config = parse_config(store.read_blob(manifest.config.digest), name)
+        config, runs_on = parse_config(store.read_blob(manifest.config.digest), name)
     digest = digest_of(data)
+    layers = tuple(parse_layer(descriptor, name) for descriptor in manifest.layers)
+    conversions = map(parse_conversion, manifest.layers, layers)
     return Group(
         reference=str(with_digest(parsed, digest)),
         digest=digest,
         role=manifest.annotations.get(ROLE),
         config=config,
-        layers=tuple(parse_layer(descriptor, name) for descriptor in manifest.layers),
+        layers=layers,
         source=parsed.source,
+        runs_on=runs_on,
+        conversions=tuple(conversion for conversion in conversions if conversion is not None),
     )
 
 

@@ -47,15 +47,16 @@ class Layout:
 
     # ---- reading ----
 
+    def entries(self) -> list[Descriptor]:
+        """What the index names. NotFound, IntegrityError."""
+        try:
+            return msgspec.json.decode(self._read_index(), type=_Index).manifests
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise IntegrityError(f"{self.directory / 'index.json'}: expected an OCI image index: {error}") from error
+
     def resolve(self, tag: str) -> str:
         """The digest of a tag's manifest. NotFound, IntegrityError."""
-        path = self.directory / "index.json"
-        data = self._read_index()
-        try:
-            index = msgspec.json.decode(data, type=_Index)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise IntegrityError(f"{path}: expected an OCI image index: {error}") from error
-        for descriptor in index.manifests:
+        for descriptor in self.entries():
             if descriptor.annotations.get(TAG) == tag:
                 return descriptor.digest
         raise NotFound(f"oci:{self.directory}: no group has the tag '{tag}'")

@@ -1,7 +1,8 @@
 """What is published: OCI image manifests of layer groups, built with deterministic bytes and parsed with checks.
 
 A group is an image manifest with artifact type `application/vnd.weenv.group.v1`, an ordinary image configuration, and
-layers of the seekable format (docs/format.md §1 names their annotations), base first.
+layers of the seekable format (docs/format.md §1 names their annotations), base first. A layer that was converted from
+something with a digest says from what: `dev.weenv.source`, `.encoder` and `.diffid` (see `Origin`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ TOC_OFFSET = "dev.weenv.toc.offset"
 TOC_SIZE = "dev.weenv.toc.size"
 TOC_RAW_SIZE = "dev.weenv.toc.rawsize"
 TOC_DIGEST = "dev.weenv.toc.digest"
+SOURCE = "dev.weenv.source"
+ENCODER = "dev.weenv.encoder"
+DIFF_ID = "dev.weenv.diffid"
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_SIZE_BYTES = (1 << 63) - 1
 
@@ -45,11 +49,24 @@ _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 @attrs.frozen
 class GroupConfig:
     """What a group says about processes in its environments: `env` as NAME=VALUE, the rest None when it says
-    nothing."""
+    nothing. An empty `entrypoint` or `cmd` says that there is none, whatever the groups below say."""
 
     env: tuple[str, ...] = ()
     workdir: str | None = None
     user: str | None = None
+    entrypoint: tuple[str, ...] | None = None
+    cmd: tuple[str, ...] | None = None
+
+
+class Platform(msgspec.Struct, frozen=True, omit_defaults=True):
+    """For which machines an image is, in Go's names: linux, amd64, and v7 of arm/v7."""
+
+    os: str
+    architecture: str
+    variant: str | None = None
+
+    def __str__(self) -> str:
+        return "/".join(filter(None, (self.os, self.architecture, self.variant)))
 
 
 @attrs.frozen
@@ -64,6 +81,28 @@ class LayerDescriptor:
     toc_digest: str | None
 
 
+@attrs.frozen
+class Origin:
+    """What a layer was converted from: equal origins are equal layers, so nothing is converted twice.
+
+    source   digest of what was read, compressed as it was
+    encoder  what made the layer of it, and with which parameters
+    diff_id  digest of the tar, decompressed
+    """
+
+    source: str
+    encoder: str
+    diff_id: str
+
+
+@attrs.frozen
+class Conversion:
+    """A layer and its origin."""
+
+    layer: LayerDescriptor
+    origin: Origin
+
+
 class Descriptor(msgspec.Struct, rename="camel", omit_defaults=True):
     """What a manifest or an index points to (OCI image specification, descriptor.md); `size` in bytes."""
 
@@ -72,6 +111,7 @@ class Descriptor(msgspec.Struct, rename="camel", omit_defaults=True):
     size: int
     annotations: dict[str, str] = {}
     artifact_type: str | None = None
+    platform: Platform | None = None
 
 
 class Manifest(msgspec.Struct, rename="camel", omit_defaults=True):
@@ -93,10 +133,14 @@ class _Kind(msgspec.Struct, rename="camel"):
     manifests: Any = None
 
 
-class _ProcessConfig(msgspec.Struct, omit_defaults=True):
+class ProcessConfig(msgspec.Struct, omit_defaults=True):
+    """`config` of an image configuration, the fields that are kept."""
+
     env: list[str] | None = msgspec.field(name="Env", default=None)
     workdir: str | None = msgspec.field(name="WorkingDir", default=None)
     user: str | None = msgspec.field(name="User", default=None)
+    entrypoint: list[str] | None = msgspec.field(name="Entrypoint", default=None)
+    cmd: list[str] | None = msgspec.field(name="Cmd", default=None)
 
 
 class _RootFs(msgspec.Struct):
@@ -109,8 +153,9 @@ class ImageConfig(msgspec.Struct, omit_defaults=True):
 
     architecture: str
     os: str
+    variant: str | None = None
     rootfs: _RootFs | None = None
-    config: _ProcessConfig | None = None
+    config: ProcessConfig | None = None
 
 
 def digest_of(data: bytes) -> str:
@@ -118,36 +163,69 @@ def digest_of(data: bytes) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
-def build_config(config: GroupConfig, layers: tuple[LayerDescriptor, ...]) -> bytes:
-    """The image configuration. A layer has no tar here, so its own digest stands for the diff id."""
+def this_platform() -> Platform:
+    """Linux on this machine."""
     machine = platform.machine()
-    process = _ProcessConfig(env=list(config.env) or None, workdir=config.workdir, user=config.user)
-    rootfs = _RootFs(type="layers", diff_ids=[layer.digest for layer in layers])
+    return Platform("linux", _ARCHITECTURES.get(machine, machine))
+
+
+def is_digest(text: str) -> bool:
+    """Whether it is `sha256:` + 64 hexadecimal digits."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+def build_config(
+    config: GroupConfig, layers: tuple[LayerDescriptor, ...], runs_on: Platform | None = None
+) -> bytes:
+    """The image configuration, for `runs_on` or this machine. A layer has no tar here, so its own digest stands for the
+    diff id."""
+    runs_on = runs_on or this_platform()
+    process = ProcessConfig(
+        env=list(config.env) or None,
+        workdir=config.workdir,
+        user=config.user,
+        entrypoint=None if config.entrypoint is None else list(config.entrypoint),
+        cmd=None if config.cmd is None else list(config.cmd),
+    )
     return msgspec.json.encode(
-        ImageConfig(architecture=_ARCHITECTURES.get(machine, machine), os="linux", rootfs=rootfs, config=process)
+        ImageConfig(
+            architecture=runs_on.architecture,
+            os=runs_on.os,
+            variant=runs_on.variant,
+            rootfs=_RootFs(type="layers", diff_ids=[layer.digest for layer in layers]),
+            config=process,
+        )
     )
 
 
-def build_manifest(config_bytes: bytes, layers: tuple[LayerDescriptor, ...], role: str | None) -> bytes:
-    """The manifest. The same arguments give the same bytes: no times, fixed order."""
+def build_manifest(
+    config_bytes: bytes,
+    layers: tuple[LayerDescriptor, ...],
+    role: str | None,
+    origins: tuple[Origin | None, ...] | None = None,
+) -> bytes:
+    """The manifest; `origins`: of the layers, those that are known. The same arguments give the same bytes: no times, fixed order."""
     return msgspec.json.encode(
         Manifest(
             schema_version=2,
             media_type=MANIFEST_TYPE,
             artifact_type=GROUP_TYPE,
             config=Descriptor(media_type=CONFIG_TYPE, digest=digest_of(config_bytes), size=len(config_bytes)),
-            layers=[_describe(layer) for layer in layers],
+            layers=list(map(_describe, layers, origins or (None,) * len(layers))),
             annotations={ROLE: role} if role else {},
         )
     )
 
 
-def _describe(layer: LayerDescriptor) -> Descriptor:
+def _describe(layer: LayerDescriptor, origin: Origin | None) -> Descriptor:
     annotations = {
         TOC_OFFSET: layer.toc_offset,
         TOC_SIZE: layer.toc_size_bytes,
         TOC_RAW_SIZE: layer.toc_raw_size_bytes,
         TOC_DIGEST: layer.toc_digest,
+        SOURCE: origin and origin.source,
+        ENCODER: origin and origin.encoder,
+        DIFF_ID: origin and origin.diff_id,
     }
     known = {name: str(value) for name, value in annotations.items() if value is not None}
     return Descriptor(media_type=LAYER_TYPE, digest=layer.digest, size=layer.size_bytes, annotations=known)
@@ -215,14 +293,33 @@ def parse_layer(descriptor: Descriptor, reference: str) -> LayerDescriptor:
     return LayerDescriptor(descriptor.digest, descriptor.size, offset, size, raw_size, digest)
 
 
-def parse_config(data: bytes, reference: str) -> GroupConfig:
-    """What an image configuration says about processes. IntegrityError."""
+def parse_conversion(descriptor: Descriptor, layer: LayerDescriptor) -> Conversion | None:
+    """What a layer's descriptor says of its origin. It is good for saving work only, so a part of it is as none."""
+    source, encoder, diff_id = (descriptor.annotations.get(name, "") for name in (SOURCE, ENCODER, DIFF_ID))
+    if not encoder or not _DIGEST.fullmatch(source) or not _DIGEST.fullmatch(diff_id):
+        return None
+    return Conversion(layer, Origin(source, encoder, diff_id))
+
+
+def parse_config(data: bytes, reference: str) -> tuple[GroupConfig, Platform]:
+    """What an image configuration says about processes, and for which machines it is. IntegrityError."""
     try:
         image = msgspec.json.decode(data, type=ImageConfig)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise IntegrityError(f"{reference}: expected an OCI image configuration: {error}") from error
-    process = image.config or _ProcessConfig()
+    runs_on = Platform(image.os, image.architecture, image.variant)
+    return group_config(image.config or ProcessConfig(), reference), runs_on
+
+
+def group_config(process: ProcessConfig, reference: str) -> GroupConfig:
+    """What an image says about processes, checked. IntegrityError."""
     env = tuple(process.env or ())
     if any("=" not in variable or "\0" in variable for variable in env):
         raise IntegrityError(f"{reference}: expected Env as NAME=VALUE, received {list(env)}")
-    return GroupConfig(env=env, workdir=process.workdir or None, user=process.user or None)
+    return GroupConfig(
+        env=env,
+        workdir=process.workdir or None,
+        user=process.user or None,
+        entrypoint=None if process.entrypoint is None else tuple(process.entrypoint),
+        cmd=None if process.cmd is None else tuple(process.cmd),
+    )

@@ -163,6 +163,14 @@ class Remote:
         with self._client.do_request(url, headers=headers, stream=True) as response:
             return _read_bounded(response, url, MAX_MANIFEST_BYTES), response.headers
 
+    def has_blob(self, digest: str) -> bool:
+        """Whether the repository has a blob."""
+        try:
+            self._retried(lambda: self._client.do_request(f"{self._base}/blobs/{digest}", "HEAD"))
+        except NotFound:
+            return False
+        return True
+
     def download(self, digest: str, size_bytes: int, path: Path) -> None:
         """A blob into a file that must not exist; verified, or not there."""
         self._retried(lambda: self._download(digest, size_bytes, path))
@@ -190,7 +198,7 @@ class Remote:
 
     def upload_file(self, path: Path, digest: str, size_bytes: int) -> bool:
         """Sends a blob unless it is there; whether it was sent."""
-        if self._has(digest):
+        if self.has_blob(digest):
             return False
         self._retried(lambda: self._upload(path, digest, size_bytes))
         return True
@@ -223,13 +231,6 @@ class Remote:
         stored = response.headers.get("Docker-Content-Digest")
         if stored and stored != digest_of(manifest):
             raise IntegrityError(f"{url}: sent a manifest with {digest_of(manifest)}, the registry stored {stored}")
-
-    def _has(self, digest: str) -> bool:
-        try:
-            self._retried(lambda: self._client.do_request(f"{self._base}/blobs/{digest}", "HEAD"))
-        except NotFound:
-            return False
-        return True
 
     def _retried(self, call: Callable[[], T]) -> T:
         for attempt in range(1, ATTEMPTS):

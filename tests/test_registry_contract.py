@@ -42,6 +42,7 @@ from registry import (
     resolve_group,
 )
 from registry.layout import Layout
+from registry.manifest import this_platform
 
 UNKNOWN = "sha256:" + "0" * 64
 
@@ -101,6 +102,7 @@ def test_what_is_published_is_what_is_resolved(place: Place, layers: list[Path])
         config=config,
         layers=tuple(describe_layer(layer) for layer in layers),
         source=parse_reference(pinned).source,
+        runs_on=this_platform(),
     )
     assert pinned == group.reference
     assert attrs.evolve(place.resolve(f"@{digest}"), reference=pinned) == group

@@ -13,7 +13,15 @@ from collections.abc import Sequence
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from tools import cache_commands, env_commands, group_commands, layer_commands, mount_command, node_commands
+    from tools import (
+        cache_commands,
+        env_commands,
+        group_commands,
+        image_commands,
+        layer_commands,
+        mount_command,
+        node_commands,
+    )
 
     parser = argparse.ArgumentParser(
         prog="weenv",
@@ -23,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
         "References: oci:DIR:TAG (a local layout) or HOST[:PORT]/REPO[:TAG][@DIGEST] (a registry).",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (layer_commands, group_commands, mount_command, node_commands, env_commands, cache_commands):
+    for module in (layer_commands, group_commands, image_commands, mount_command, node_commands, env_commands, cache_commands):
         module.register(commands)
     return parser
 

@@ -23,7 +23,7 @@ def not_utf8(arguments: argparse.Namespace) -> int | None:
 
     Paths of our own, which stay on this side, may be of any bytes.
     """
-    if arguments.command not in ("env", "group", "mount"):
+    if arguments.command not in ("env", "group", "image", "mount"):
         return None
     for name, value in vars(arguments).items():
         for text in _texts(value):

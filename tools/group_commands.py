@@ -1,20 +1,19 @@
-"""`weenv group …`: push, resolve, tree."""
+"""`weenv group …`: push, resolve, tree, diff."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from tools import exits, output, settings
-from tools.layer_commands import progress_bar
+from tools import check_command, exits, group_diff, output, publishing, settings
 
 if TYPE_CHECKING:
     from registry import Group
+    from registry.publish import LayerSource
 
 
 def register(commands: Any) -> None:
@@ -23,11 +22,14 @@ def register(commands: Any) -> None:
 
     push = sub.add_parser("push", help="publish layers, base first, under a reference; prints REF@sha256:…")
     push.add_argument("reference", metavar="REF")
-    source = push.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--layer", type=Path, action="append", default=[], metavar="FILE", help="a layer; repeatable, base first"
+    push.add_argument(
+        "--layer", dest="layers", type=_layer, action="append", metavar="FILE", help="a layer; repeatable, base first"
     )
-    source.add_argument("--rootfs", type=Path, metavar="DIR", help="a directory, converted to one layer")
+    push.add_argument(
+        "--tar", dest="layers", type=_tar, action="append", metavar="FILE",
+        help="a tar, compressed or not, converted to one layer; repeatable, also among --layer",
+    )  # fmt: skip
+    push.add_argument("--rootfs", type=Path, metavar="DIR", help="a directory, converted to the only layer")
     push.add_argument(
         "--role", choices=("base", "task", "harness", "evaluator"), help="evaluator: refused in execution environments"
     )
@@ -41,9 +43,7 @@ def register(commands: Any) -> None:
     )
     push.add_argument("--workdir", metavar="D", help="where the environment's commands start")
     push.add_argument("--user", metavar="USER[:GROUP]", help="as whom they run")
-    push.add_argument(
-        "-j", "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="workers of the conversion"
-    )
+    publishing.add_jobs(push)
     push.set_defaults(run=run_push)
 
     resolve = sub.add_parser("resolve", help="a reference to its digest and layers")
@@ -56,42 +56,48 @@ def register(commands: Any) -> None:
     output.add_format(tree)
     tree.set_defaults(run=run_tree)
 
+    check_command.register(sub)
+
+    group_diff.register(sub)
+
+
+def _layer(text: str) -> tuple[str, Path]:
+    return "layer", Path(text)
+
+
+def _tar(text: str) -> tuple[str, Path]:
+    return "tar", Path(text)
+
 
 def run_push(arguments: argparse.Namespace) -> int:
-    from registry import GroupConfig, push_group
+    from registry import GroupConfig
+    from registry.group import parse_target
+    from registry.publish import GroupSource
 
+    publishing.check_jobs(arguments.jobs)
+    parse_target(arguments.reference, arguments.role)  # refused before anything is read
     config = GroupConfig(
         env=tuple(f"{name}={value}" for name, value in arguments.env), workdir=arguments.workdir, user=arguments.user
     )
-    with tempfile.TemporaryDirectory(prefix="weenv-push-") as scratch:
-        layers = arguments.layer
-        if arguments.rootfs is not None:
-            layers = [_convert(arguments.rootfs, Path(scratch) / "rootfs.weenv", arguments.jobs)]
-        print(
-            push_group(
-                arguments.reference, layers, role=arguments.role, config=config, credentials=settings.credentials()
-            )
-        )
+    with publishing.terminable():
+        group = GroupSource(arguments.reference, _sources(arguments), role=arguments.role, config=config)
+        pinned, _outcomes = publishing.publish([group], arguments.jobs)
+    print(*pinned)
     return exits.OK
 
 
-def _convert(rootfs: Path, layer: Path, jobs: int) -> Path:
-    from layerformat import convert
+def _sources(arguments: argparse.Namespace) -> tuple[LayerSource, ...]:
+    """What the group is made of, in the order of the command line. CommandError, RegistryError."""
+    from registry.publish import DirectorySource, describe_file, describe_tar
 
-    if not rootfs.is_dir():
-        raise exits.CommandError(
-            f"--rootfs {rootfs}: expected a directory; a tar goes through `weenv layer convert` and --layer",
-            exits.USAGE,
-        )
-    with progress_bar() as progress:
-        report = convert(rootfs, layer, jobs=jobs, progress=progress)
-    for warning in report.warnings:
-        output.say(f"weenv: {warning}")
-    output.say(
-        f"{report.layer.entries} entries, {output.size(report.layer.content_size)} of files: "
-        f"{output.size(report.bytes_out)}"
-    )
-    return layer
+    if (arguments.layers is None) == (arguments.rootfs is None):
+        received = "neither" if arguments.layers is None else "both"
+        raise exits.CommandError(f"expected --layer and --tar, or --rootfs, received {received}", exits.USAGE)
+    if arguments.rootfs is not None:
+        if not arguments.rootfs.is_dir():
+            raise exits.CommandError(f"--rootfs {arguments.rootfs}: expected a directory; a tar is given with --tar", exits.USAGE)
+        return (DirectorySource(arguments.rootfs),)
+    return tuple(describe_file(path) if kind == "layer" else describe_tar(path) for kind, path in arguments.layers)
 
 
 def _resolve(arguments: argparse.Namespace) -> Group:
@@ -101,14 +107,15 @@ def _resolve(arguments: argparse.Namespace) -> Group:
 
 
 def _describe(group: Group) -> dict[str, Any]:
+    origins = {one.layer.digest: {"origin": attrs.asdict(one.origin)} for one in group.conversions}
     return {
         "reference": group.reference,
         "digest": group.digest,
         "role": group.role,
         "source": group.source,
         "size_bytes": sum(layer.size_bytes for layer in group.layers),
-        "config": {"env": list(group.config.env), "workdir": group.config.workdir, "user": group.config.user},
-        "layers": [attrs.asdict(layer) for layer in group.layers],
+        "config": attrs.asdict(group.config),
+        "layers": [attrs.asdict(layer) | origins.get(layer.digest, {}) for layer in group.layers],
     }
 
 
@@ -133,6 +140,8 @@ def run_tree(arguments: argparse.Namespace) -> int:
     lines = [
         f"{name} {value}" for name, value in (("workdir", group.config.workdir), ("user", group.config.user)) if value
     ]
+    commands = (("entrypoint", group.config.entrypoint), ("cmd", group.config.cmd))
+    lines += [f"{name} {shlex.join(words) or 'none'}" for name, words in commands if words is not None]
     lines += [f"env {variable}" for variable in group.config.env]
     lines += [
         f"layer {layer.digest}  {output.size(layer.size_bytes)}"

@@ -60,6 +60,12 @@ def credentials() -> Credentials | None:
     return load_credentials(files) if files else None
 
 
+def conversions_path() -> Path:
+    """Where this user's finished conversions are kept: $XDG_CACHE_HOME/weenv/convert."""
+    home = Path(os.environ.get("HOME") or "/root")
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "weenv" / "convert"
+
+
 @attrs.frozen(kw_only=True)
 class NodeSettings:
     """What `weenv node serve` is told. Sizes in bytes, times in seconds."""

@@ -7,7 +7,7 @@ has, so its link count is the number of names. """
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
@@ -18,7 +18,12 @@ MAX_SYMLINKS = 40
 
 
 class PlanRefused(WeefsError):
-    """Layers that do not fit on top of each other."""
+    """Layers that do not fit on top of each other. `layer` and `number`: the inode that does not."""
+
+    def __init__(self, message: str, layer: int, number: int) -> None:
+        super().__init__(message)
+        self.layer = layer
+        self.number = number
 
 
 @attrs.define(eq=False)
@@ -46,14 +51,32 @@ class Directory:
         return sum(isinstance(child, Directory) for child in self.children.values())
 
 
-class View:
-    """The merged view of layers, base first. Raises PlanRefused."""
+def _raise(refusal: PlanRefused) -> None:
+    raise refusal
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+
+class View:
+    """The merged view of layers, base first.
+
+    refused  is given what does not fit: by default it is raised. When it returns, a lower link that leads nowhere is
+             shown as itself, and a directory below a symlink that leads nowhere takes its place.
+    before   is called with the view and the number of each layer but the first, before that layer is applied.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        *,
+        refused: Callable[[PlanRefused], None] = _raise,
+        before: Callable[[View, int], None] | None = None,
+    ) -> None:
         self.layers = tuple(layers)
+        self._refused = refused
         self._files: dict[tuple[int, int], File] = {}
         self.root = self._copy(0, 0, None)
         for index in range(1, len(layers)):
+            if before is not None:
+                before(self, index)
             self._resolve_lower_links(index)
             self._apply(index, 0, self.root)
         self._count_names(self.root)
@@ -72,6 +95,17 @@ class View:
     def target(self, file: File) -> bytes:
         return self.layers[file.layer].toc.target(file.number)
 
+    def lookup(self, path: bytes, *, at: Directory | None = None, follow: bool = True) -> File | Directory | None:
+        """What a path leads to inside the root, as a process there would find it; None when it leads nowhere.
+
+        at      where a relative path begins; the root if not given
+        follow  a symlink at its end too
+        """
+        try:
+            return self._walk(at or self.root, path, follow=follow, links=[0])
+        except LookupError:
+            return None
+
     def _count_names(self, directory: Directory) -> None:
         for child in directory.children.values():
             if isinstance(child, Directory):
@@ -87,7 +121,7 @@ class View:
         if found is None:
             inode = self.layers[layer].inode(number)
             if inode.is_lower_link:
-                raise self._refusal(layer, number, "there is no layer below")
+                self._refused(self._refusal(layer, number, "there is no layer below"))
             found = self._files[layer, number] = File(layer, number, inode)
         return found
 
@@ -134,15 +168,16 @@ class View:
         if isinstance(there, Directory):
             return None if inode.flags & OPAQUE and not implicit else there
         if implicit and there.inode.is_symlink:
-            try:
-                found = self._walk(target, name, follow=True, links=[0])
-            except LookupError:
-                found = None
-            if not isinstance(found, Directory):
-                raise PlanRefused(
-                    f"layer {layer} of the plan has entries below '{printable(name)}', which is a symlink that leads to no directory"
+            found = self.lookup(name, at=target)
+            if isinstance(found, Directory):
+                return found
+            self._refused(
+                PlanRefused(
+                    f"layer {layer} of the plan has entries below '{printable(name)}', which is a symlink that leads to no directory",
+                    layer,
+                    number,
                 )
-            return found
+            )
         return None
 
     def _resolve_lower_links(self, layer: int) -> None:
@@ -150,17 +185,17 @@ class View:
         for number, inode in enumerate(toc.inodes):
             if not inode.is_lower_link:
                 continue
-            try:
-                found = self._walk(self.root, toc.target(number), follow=False, links=[0])
-            except LookupError:
-                found = None
+            found = self.lookup(toc.target(number), follow=False)
             if not isinstance(found, File):
-                raise self._refusal(layer, number, "no layer below it has that file")
+                self._refused(self._refusal(layer, number, "no layer below it has that file"))
+                found = File(layer, number, inode)
             self._files[layer, number] = found
 
     def _refusal(self, layer: int, number: int, why: str) -> PlanRefused:
         target = printable(self.layers[layer].toc.target(number))
-        return PlanRefused(f"layer {layer} of the plan has a hard link to '{target}', which must be a file of a layer below it: {why}")
+        return PlanRefused(
+            f"layer {layer} of the plan has a hard link to '{target}', which must be a file of a layer below it: {why}", layer, number
+        )
 
     def _walk(self, at: Directory, path: bytes, *, follow: bool, links: list[int]) -> File | Directory:
         """A lookup inside the root. LookupError when it leads nowhere."""

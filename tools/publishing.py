@@ -1,0 +1,119 @@
+"""What `group push` and `image split` have in common: conversion with a bar, and what is said about each layer."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import attrs
+
+from tools import exits, output, settings
+from tools.layer_commands import progress_bar
+
+if TYPE_CHECKING:
+    from layerformat import ConvertReport
+    from registry.publish import Encoding, GroupSource, LayerOutcome
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="workers of a conversion")
+
+
+def check_jobs(jobs: int) -> None:
+    """CommandError."""
+    if jobs < 1:
+        raise exits.CommandError(f"-j: expected 1 or more, received {jobs}", exits.USAGE)
+
+
+def publish(groups: Sequence[GroupSource], jobs: int) -> tuple[list[str], list[LayerOutcome]]:
+    """Converts and publishes, and says on stderr what became of each layer. The references with their digests, and the
+    layers' outcomes in order."""
+    from registry.conversions import Conversions
+    from registry.publish import Encoding, publish_groups
+
+    encoding = Encoding()
+    outcomes: list[LayerOutcome] = []
+
+    def report(outcome: LayerOutcome) -> None:
+        outcomes.append(outcome)
+        for warning in outcome.warnings:
+            output.say(f"weenv: {warning}")
+        output.say(describe(outcome))
+
+    pinned = publish_groups(
+        groups,
+        conversions=Conversions(settings.conversions_path()),
+        convert=partial(_convert, jobs, encoding),
+        encoding=encoding,
+        report=report,
+        credentials=settings.credentials(),
+    )
+    return pinned, outcomes
+
+
+def _convert(
+    jobs: int, encoding: Encoding, source: Path | BinaryIO, layer: Path, *, diff_id: bool
+) -> ConvertReport:
+    from layerformat import convert
+
+    with progress_bar() as progress:
+        return convert(
+            source,
+            layer,
+            jobs=jobs,
+            level=encoding.level,
+            chunk_size=encoding.chunk_size,
+            diff_id=diff_id,
+            progress=progress,
+        )
+
+
+def describe(outcome: LayerOutcome) -> str:
+    """One line about a layer."""
+    sizes = output.size(outcome.bytes_out)
+    if outcome.bytes_in is not None:
+        sizes = f"{output.size(outcome.bytes_in)} in, {sizes} out"
+    parts = [sizes]
+    if outcome.done in ("already there", "converted before"):
+        parts.insert(0, outcome.done)
+    if (shared := outcome.shared) is not None:
+        parts.append(
+            f"{shared.chunks} of {shared.of_chunks} chunks ({output.size(shared.bytes)} of {output.size(shared.of_bytes)}) "
+            "as under the tag before"
+        )
+    parts.append(output.duration(outcome.wall_s))
+    return f"{outcome.name}: {', '.join(parts)}"
+
+
+def described(outcome: LayerOutcome) -> dict[str, Any]:
+    """The same for programs."""
+    return attrs.asdict(outcome)
+
+
+class Terminated(SystemExit):
+    """SIGTERM, as an exception: what was begun is undone on its way out."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM ends the block as ^C does, so that no partial file stays; the exit status is 143."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, _frame: FrameType | None) -> None:
+        raise Terminated(128 + number)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
