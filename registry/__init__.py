@@ -12,7 +12,7 @@ from registry.errors import (
     RegistryError,
     Unreachable,
 )
-from registry.group import Group, describe_layer, pull_layer, push_group, resolve_group
+from registry.group import Group, describe_layer, pull_blob, push_group, resolve_group
 from registry.manifest import GroupConfig, LayerDescriptor
 from registry.ranges import RangeReader, open_ranges
 from registry.reference import LayoutReference, Reference, RegistryReference, parse_reference
@@ -36,7 +36,7 @@ __all__ = [
     "load_credentials",
     "open_ranges",
     "parse_reference",
-    "pull_layer",
+    "pull_blob",
     "push_group",
     "resolve_group",
 ]

@@ -1,11 +1,12 @@
 """What was converted on this machine: descriptors for long, the files themselves until they are published.
 
-A directory of two kinds of files, named by a hash of the origin: `KEY.json`, a conversion's descriptor (some hundred
-bytes, written once the layer is whole), and `KEY.weenv`, the layer, which goes when its push has succeeded. So a push
+A directory of files named by a hash of the origin: `KEY.json`, a conversion's descriptor (some hundred bytes, written
+once the layer is whole), and `KEY.weenv`, the layer, with `KEY.recipe` if there is one, which go when their push has
+succeeded. So a push
 that was cut off finds what it had finished. Work under way is in a directory of its own that its owner has locked; one
 that nobody has locked was left by a process that was killed, and the next one removes it.
 
-Both kinds are bounded. What was used longest ago goes first; a file that a running push still needs is locked and
+All are bounded. What was used longest ago goes first; a file that a running push still needs is locked and
 stays.
 """
 
@@ -41,10 +42,11 @@ class _Record(msgspec.Struct):
 
 @attrs.define
 class Kept:
-    """A conversion that is known here; `path` is its file, when that is here too, and stays until `release`."""
+    """A conversion that is known here; `path` and `recipe_path` are its files, when they are here too, and stay until `release`."""
 
     conversion: Conversion
     path: Path | None
+    recipe_path: Path | None = None
     lock: BinaryIO | None = attrs.field(default=None, repr=False)
 
     def close(self) -> None:
@@ -82,26 +84,30 @@ class Conversions:
             lock.close()
             return Kept(conversion, None)
         os.utime(path)
-        return Kept(conversion, path, lock)
+        recipe, wanted = self._recipe(key), found.origin.recipe
+        has_recipe = wanted is not None and recipe.exists() and recipe.stat().st_size == wanted.size_bytes
+        return Kept(conversion, path, recipe if has_recipe else None, lock)
 
-    def add(self, path: Path, conversion: Conversion) -> Kept:
-        """Takes a finished layer, a file in a `workspace`; it is moved. RegistryError."""
+    def add(self, path: Path, recipe: Path | None, conversion: Conversion) -> Kept:
+        """Takes a finished layer and its recipe, files in a `workspace`; they are moved. RegistryError."""
         key = _key(conversion.origin.source, conversion.origin.encoder)
         with self._failing():
             lock = path.open("rb")
             fcntl.flock(lock, fcntl.LOCK_SH)
             self._evict(self._max_layer_bytes - conversion.layer.size_bytes)
+            if recipe is not None:
+                os.replace(recipe, self._recipe(key))
             os.replace(path, self._file(key))
             path.write_bytes(msgspec.json.encode(_Record(conversion.layer, conversion.origin)))
             os.replace(path, self._record(key))
-        return Kept(conversion, self._file(key), lock)
+        return Kept(conversion, self._file(key), None if recipe is None else self._recipe(key), lock)
 
     def release(self, kept: Kept) -> None:
         """The layer is published: its file goes, what is known of it stays."""
         kept.close()
         if kept.path is not None:
             with contextlib.suppress(OSError), _locked(kept.path):  # else another push needs it, and will release it
-                kept.path.unlink()
+                _remove(kept.path)
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[Path]:
@@ -143,7 +149,7 @@ class Conversions:
             if total <= max_layer_bytes:
                 break
             with contextlib.suppress(OSError), _locked(path):
-                path.unlink()
+                _remove(path)
                 total -= size
         records = self._oldest_first("*.json")
         for _size, path in records[: max(0, len(records) + 1 - self._max_descriptors)]:
@@ -164,6 +170,9 @@ class Conversions:
     def _file(self, key: str) -> Path:
         return self.directory / f"{key}.weenv"
 
+    def _recipe(self, key: str) -> Path:
+        return self.directory / f"{key}.recipe"
+
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
         try:
@@ -173,6 +182,12 @@ class Conversions:
                 f"{self.directory}: expected a directory to keep conversions in: {error.strerror}; "
                 "set $XDG_CACHE_HOME to one that can be written"
             ) from error
+
+
+def _remove(layer: Path) -> None:
+    """A layer's file, and its recipe before it."""
+    layer.with_suffix(".recipe").unlink(missing_ok=True)
+    layer.unlink()
 
 
 def _key(source: str, encoder: str) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from registry.credentials import Credentials
-from registry.group import Group, describe_layer, parse_target, pull_layer
-from registry.manifest import build_config, build_manifest, digest_of
+from registry.group import Group, describe_layer, parse_target, pull_blob
+from registry.manifest import LayerDescriptor, RecipeDescriptor, build_config, build_manifest, digest_of, recipes_of
 from registry.reference import with_digest
 from registry.target import open_target
 
@@ -17,22 +17,24 @@ def extend_group(group: Group, reference: str, layers: Sequence[Path], *, creden
     """Publishes the layers of `group` and `layers`, base first, under a reference, with the role and configuration of
     the group; returns REF@sha256:….
 
-    A layer of the group that the target lacks is pulled into a temporary directory and pushed, one at a time.
+    A layer or recipe of the group that the target lacks is pulled into a temporary directory and pushed, one at a time.
     RegistryError and its kinds.
     """
     parsed = parse_target(reference, group.role)
     added = [describe_layer(path) for path in layers]
     descriptors = (*group.layers, *added)
     origins = {conversion.layer.digest: conversion.origin for conversion in group.conversions}
-    config = build_config(group.config, descriptors, group.runs_on)
-    manifest = build_manifest(config, descriptors, group.role, tuple(origins.get(layer.digest) for layer in descriptors))
+    known = tuple(origins.get(layer.digest) for layer in descriptors)
+    config = build_config(group.config, descriptors, group.runs_on, recipes_of(known))
+    manifest = build_manifest(config, descriptors, group.role, known)
     with open_target(parsed, credentials) as target:
-        for layer in group.layers:
-            if not target.has_blob(layer.digest):
+        blobs: list[LayerDescriptor | RecipeDescriptor] = [*group.layers, *recipes_of(known)]
+        for blob in blobs:
+            if not target.has_blob(blob.digest):
                 with tempfile.TemporaryDirectory(prefix="weenv-pull-") as scratch:
-                    path = Path(scratch) / "layer"
-                    pull_layer(group.source, layer.digest, layer.size_bytes, path, credentials=credentials)
-                    target.add_file(path, layer.digest, layer.size_bytes)
+                    path = Path(scratch) / "blob"
+                    pull_blob(group.source, blob.digest, blob.size_bytes, path, credentials=credentials)
+                    target.add_file(path, blob.digest, blob.size_bytes)
         for path, layer in zip(layers, added, strict=True):
             target.add_file(path, layer.digest, layer.size_bytes)
         target.publish(parsed.tag, config, manifest)

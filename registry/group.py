@@ -16,6 +16,7 @@ from registry.credentials import Credentials
 from registry.errors import IntegrityError, InvalidReference, NotFound, RegistryError
 from registry.layout import Layout
 from registry.manifest import (
+    BUILD,
     ROLE,
     ROLES,
     Conversion,
@@ -25,6 +26,7 @@ from registry.manifest import (
     build_config,
     build_manifest,
     digest_of,
+    layers_of,
     parse_config,
     parse_conversion,
     parse_layer,
@@ -57,6 +59,7 @@ class Group:
     source       where the blobs are: `oci:/abs/dir` or `http(s)://host:port/repo`
     runs_on      for which machines it is
     conversions  the layers that say what they were converted from
+    build        keys of what it was built from, by `weenv group build`
     """
 
     reference: str
@@ -67,6 +70,7 @@ class Group:
     source: str
     runs_on: Platform
     conversions: tuple[Conversion, ...] = ()
+    build: str | None = None
 
 
 def describe_layer(path: Path) -> LayerDescriptor:
@@ -142,8 +146,9 @@ def resolve_group(reference: str, *, credentials: Credentials | None = None) -> 
         manifest = parse_manifest(data, name)
         config, runs_on = parse_config(store.read_blob(manifest.config.digest), name)
     digest = digest_of(data)
-    layers = tuple(parse_layer(descriptor, name) for descriptor in manifest.layers)
-    conversions = map(parse_conversion, manifest.layers, layers)
+    descriptors = layers_of(manifest)
+    layers = tuple(parse_layer(descriptor, name) for descriptor in descriptors)
+    conversions = [parse_conversion(manifest, *one) for one in zip(descriptors, layers, strict=True)]
     return Group(
         reference=str(with_digest(parsed, digest)),
         digest=digest,
@@ -153,10 +158,11 @@ def resolve_group(reference: str, *, credentials: Credentials | None = None) -> 
         source=parsed.source,
         runs_on=runs_on,
         conversions=tuple(conversion for conversion in conversions if conversion is not None),
+        build=manifest.annotations.get(BUILD),
     )
 
 
-def pull_layer(
+def pull_blob(
     source: str, digest: str, size_bytes: int, path: Path, *, credentials: Credentials | None = None
 ) -> None:
     """Downloads a blob of a group's `source` into a new file: all of it, verified, or nothing.

@@ -2,7 +2,8 @@
 
 A group is an image manifest with artifact type `application/vnd.weenv.group.v1`, an ordinary image configuration, and
 layers of the seekable format (docs/format.md §1 names their annotations), base first. A layer that was converted from
-something with a digest says from what: `dev.weenv.source`, `.encoder` and `.diffid` (see `Origin`).
+something with a digest says from what: `dev.weenv.source`, `.encoder` and `.diffid` (see `Origin`). Recipes (docs/format.md §8) stand
+behind all layers, so that a registry keeps them; `dev.weenv.recipe` of a layer is the digest of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -19,6 +21,7 @@ from registry.errors import IntegrityError, RegistryError
 
 GROUP_TYPE = "application/vnd.weenv.group.v1"
 LAYER_TYPE = "application/vnd.weenv.layer.v1"
+RECIPE_TYPE = "application/vnd.weenv.recipe.v1"
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 MANIFEST_TYPES = (
     MANIFEST_TYPE,
@@ -31,6 +34,8 @@ MANIFEST_TYPES = (
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
 ROLE = "dev.weenv.role"
 ROLES = ("base", "task", "harness", "evaluator")
+BUILD = "dev.weenv.build"
+"""Keys of what the group was built from (docs/recipes.md)."""
 TOC_OFFSET = "dev.weenv.toc.offset"
 TOC_SIZE = "dev.weenv.toc.size"
 TOC_RAW_SIZE = "dev.weenv.toc.rawsize"
@@ -38,6 +43,7 @@ TOC_DIGEST = "dev.weenv.toc.digest"
 SOURCE = "dev.weenv.source"
 ENCODER = "dev.weenv.encoder"
 DIFF_ID = "dev.weenv.diffid"
+RECIPE = "dev.weenv.recipe"
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_SIZE_BYTES = (1 << 63) - 1
 
@@ -82,17 +88,27 @@ class LayerDescriptor:
 
 
 @attrs.frozen
+class RecipeDescriptor:
+    """A recipe as a manifest names it."""
+
+    digest: str
+    size_bytes: int
+
+
+@attrs.frozen
 class Origin:
     """What a layer was converted from: equal origins are equal layers, so nothing is converted twice.
 
     source   digest of what was read, compressed as it was
     encoder  what made the layer of it, and with which parameters
     diff_id  digest of the tar, decompressed
+    recipe   what gives the tar back, when it was made
     """
 
     source: str
     encoder: str
     diff_id: str
+    recipe: RecipeDescriptor | None = None
 
 
 @attrs.frozen
@@ -175,11 +191,15 @@ def is_digest(text: str) -> bool:
 
 
 def build_config(
-    config: GroupConfig, layers: tuple[LayerDescriptor, ...], runs_on: Platform | None = None
+    config: GroupConfig,
+    layers: tuple[LayerDescriptor, ...],
+    runs_on: Platform | None = None,
+    recipes: tuple[RecipeDescriptor, ...] = (),
 ) -> bytes:
     """The image configuration, for `runs_on` or this machine. A layer has no tar here, so its own digest stands for the
-    diff id."""
+    diff id; there is one for all that the manifest lists."""
     runs_on = runs_on or this_platform()
+    listed: tuple[LayerDescriptor | RecipeDescriptor, ...] = (*layers, *recipes)
     process = ProcessConfig(
         env=list(config.env) or None,
         workdir=config.workdir,
@@ -192,7 +212,7 @@ def build_config(
             architecture=runs_on.architecture,
             os=runs_on.os,
             variant=runs_on.variant,
-            rootfs=_RootFs(type="layers", diff_ids=[layer.digest for layer in layers]),
+            rootfs=_RootFs(type="layers", diff_ids=[one.digest for one in listed]),
             config=process,
         )
     )
@@ -203,18 +223,26 @@ def build_manifest(
     layers: tuple[LayerDescriptor, ...],
     role: str | None,
     origins: tuple[Origin | None, ...] | None = None,
+    build: str | None = None,
 ) -> bytes:
     """The manifest; `origins`: of the layers, those that are known. The same arguments give the same bytes: no times, fixed order."""
+    origins = origins or (None,) * len(layers)
+    recipes = [Descriptor(media_type=RECIPE_TYPE, digest=one.digest, size=one.size_bytes) for one in recipes_of(origins)]
     return msgspec.json.encode(
         Manifest(
             schema_version=2,
             media_type=MANIFEST_TYPE,
             artifact_type=GROUP_TYPE,
             config=Descriptor(media_type=CONFIG_TYPE, digest=digest_of(config_bytes), size=len(config_bytes)),
-            layers=list(map(_describe, layers, origins or (None,) * len(layers))),
-            annotations={ROLE: role} if role else {},
+            layers=[*map(_describe, layers, origins), *recipes],
+            annotations={name: value for name, value in ((BUILD, build), (ROLE, role)) if value},
         )
     )
+
+
+def recipes_of(origins: Iterable[Origin | None]) -> tuple[RecipeDescriptor, ...]:
+    """The recipes that origins name, each once."""
+    return tuple(dict.fromkeys(origin.recipe for origin in origins if origin is not None and origin.recipe is not None))
 
 
 def _describe(layer: LayerDescriptor, origin: Origin | None) -> Descriptor:
@@ -226,6 +254,7 @@ def _describe(layer: LayerDescriptor, origin: Origin | None) -> Descriptor:
         SOURCE: origin and origin.source,
         ENCODER: origin and origin.encoder,
         DIFF_ID: origin and origin.diff_id,
+        RECIPE: origin and origin.recipe and origin.recipe.digest,
     }
     known = {name: str(value) for name, value in annotations.items() if value is not None}
     return Descriptor(media_type=LAYER_TYPE, digest=layer.digest, size=layer.size_bytes, annotations=known)
@@ -240,7 +269,7 @@ def parse_manifest(data: bytes, reference: str) -> Manifest:
         raise IntegrityError(f"{reference}: expected an OCI image manifest: {error}") from error
     if manifest.schema_version != 2:
         raise IntegrityError(f"{reference}: expected schemaVersion 2, received {manifest.schema_version}")
-    if not manifest.layers:
+    if not layers_of(manifest):
         raise IntegrityError(f"{reference}: expected a layer group with at least one layer, received none")
     role = manifest.annotations.get(ROLE)
     if role is not None and role not in ROLES:
@@ -250,9 +279,14 @@ def parse_manifest(data: bytes, reference: str) -> Manifest:
             received = f"'{descriptor.digest}', {descriptor.size}"
             raise IntegrityError(f"{reference}: expected sha256 digests and sizes in bytes, received {received}")
     for layer in manifest.layers:
-        if layer.media_type != LAYER_TYPE:
+        if layer.media_type not in (LAYER_TYPE, RECIPE_TYPE):
             raise IntegrityError(f"{reference}: expected layers of {LAYER_TYPE}, received one of '{layer.media_type}'")
     return manifest
+
+
+def layers_of(manifest: Manifest) -> list[Descriptor]:
+    """The layers of a group's manifest, base first."""
+    return [descriptor for descriptor in manifest.layers if descriptor.media_type != RECIPE_TYPE]
 
 
 def _refuse_other_kinds(data: bytes, reference: str) -> None:
@@ -293,12 +327,15 @@ def parse_layer(descriptor: Descriptor, reference: str) -> LayerDescriptor:
     return LayerDescriptor(descriptor.digest, descriptor.size, offset, size, raw_size, digest)
 
 
-def parse_conversion(descriptor: Descriptor, layer: LayerDescriptor) -> Conversion | None:
+def parse_conversion(manifest: Manifest, descriptor: Descriptor, layer: LayerDescriptor) -> Conversion | None:
     """What a layer's descriptor says of its origin. It is good for saving work only, so a part of it is as none."""
     source, encoder, diff_id = (descriptor.annotations.get(name, "") for name in (SOURCE, ENCODER, DIFF_ID))
     if not encoder or not _DIGEST.fullmatch(source) or not _DIGEST.fullmatch(diff_id):
         return None
-    return Conversion(layer, Origin(source, encoder, diff_id))
+    wanted = descriptor.annotations.get(RECIPE)
+    recipes = (one for one in manifest.layers if one.media_type == RECIPE_TYPE and one.digest == wanted)
+    recipe = next((RecipeDescriptor(one.digest, one.size) for one in recipes), None)
+    return Conversion(layer, Origin(source, encoder, diff_id, recipe))
 
 
 def parse_config(data: bytes, reference: str) -> tuple[GroupConfig, Platform]:

@@ -35,9 +35,11 @@ from registry.manifest import (
     LayerDescriptor,
     Origin,
     Platform,
+    RecipeDescriptor,
     build_config,
     build_manifest,
     digest_of,
+    recipes_of,
 )
 from registry.reference import Reference, with_digest
 from registry.target import Target, open_target
@@ -48,10 +50,11 @@ _QUEUED_UPLOADS = 16
 
 @attrs.frozen
 class Encoding:
-    """The parameters that the bytes of a layer depend on."""
+    """The parameters that the bytes of a layer depend on, and whether a recipe is made with it."""
 
     level: int = DEFAULT_LEVEL
     chunk_size: int = DEFAULT_CHUNK_SIZE
+    recipe: bool = False
 
     def __str__(self) -> str:
         return f"{ENCODER} level={self.level} chunk={self.chunk_size}"
@@ -152,13 +155,15 @@ LayerSource = LayerFile | DirectorySource | TarSource
 
 @attrs.frozen
 class GroupSource:
-    """A group to be published under a reference; layers base first. `runs_on` None: this machine's platform."""
+    """A group to be published under a reference; layers base first. `runs_on` None: this machine's platform. `build`: keys
+    of what it was built from."""
 
     reference: str
     layers: tuple[LayerSource, ...]
     role: str | None = None
     config: GroupConfig = attrs.field(factory=GroupConfig)
     runs_on: Platform | None = None
+    build: str | None = None
 
 
 def describe_file(path: Path) -> LayerFile:
@@ -212,8 +217,9 @@ class LayerOutcome:
 class Convert(Protocol):
     """`layerformat.convert` with the parameters of the `Encoding`."""
 
-    def __call__(self, source: Path | BinaryIO, layer: Path, *, diff_id: bool) -> ConvertReport:
-        """Converts a source to a layer at a path; `diff_id`: the report is to have it. LayerError, OSError."""
+    def __call__(self, source: Path | BinaryIO, layer: Path, *, diff_id: bool, recipe: Path | None) -> ConvertReport:
+        """Converts a source to a layer at a path; `diff_id`: the report is to have it; `recipe`: where to write one. LayerError,
+        OSError."""
         ...
 
 
@@ -277,8 +283,9 @@ def _temporary_directory() -> Iterator[Path]:
 
 def _publish(group: GroupSource, place: _Place, layers: Sequence[_Settled]) -> str:
     descriptors = tuple(layer.descriptor for layer in layers)
-    config = build_config(group.config, descriptors, group.runs_on)
-    manifest = build_manifest(config, descriptors, group.role, tuple(layer.origin for layer in layers))
+    origins = tuple(layer.origin for layer in layers)
+    config = build_config(group.config, descriptors, group.runs_on, recipes_of(origins))
+    manifest = build_manifest(config, descriptors, group.role, origins, group.build)
     previous = place.previous.group
     if previous is None or previous.digest != digest_of(manifest):
         place.target.publish(place.reference.tag, config, manifest)
@@ -363,6 +370,7 @@ class _Settler:
         self._conversions = conversions
         self._convert = convert
         self._encoder = str(encoding)
+        self._recipe = encoding.recipe
         self._work = work
         self._uploads = uploads
         self._kept: list[Kept] = []
@@ -404,59 +412,81 @@ class _Settler:
         layer = source.layer
         if at.target.has_blob(layer.digest):
             return _Step(str(source.path), "already there", layer)
-        self._uploads.add(at.reference, source.path, layer)
+        self._uploads.add(at.reference, source.path, layer.digest, layer.size_bytes)
         return _Step(str(source.path), "given", layer, path=source.path)
 
     def _convert_directory(self, source: DirectorySource, at: _Place) -> _Step:
         path = self._scratch()
-        report = self._convert(source.path, path, diff_id=False)
+        report = self._convert(source.path, path, diff_id=False, recipe=None)
         layer = _descriptor(report)
-        self._uploads.add(at.reference, path, layer)
+        self._uploads.add(at.reference, path, layer.digest, layer.size_bytes)
         return _Step(str(source.path), "converted", layer, None, report.bytes_in, path, report.warnings)
 
     def _find(self, source: TarSource, at: _Place) -> _Step | None:
         """A conversion that is known, if it is at the target or can be sent there."""
         known = at.previous.conversion(source.digest, self._encoder)
-        if known is not None and at.target.has_blob(known.layer.digest):
-            return self._known(source, "already there", known)
+        if known is not None and self._is_at(at, known):
+            return self._known(source, "already there", known, at)
         kept = self._conversions.find(source.digest, self._encoder)
         if kept is None:
             return None
         self._kept.append(kept)
-        if at.target.has_blob(kept.conversion.layer.digest):
-            return self._known(source, "already there", kept.conversion)
-        if kept.path is None:
+        if self._is_at(at, kept.conversion):
+            return self._known(source, "already there", kept.conversion, at)
+        if kept.path is None or (self._recipe and kept.recipe_path is None):
             return None
-        self._uploads.add(at.reference, kept.path, kept.conversion.layer)
-        return attrs.evolve(self._known(source, "converted before", kept.conversion), path=kept.path)
+        self._send(kept, at)
+        step = self._known(source, "converted before", kept.conversion, at, recipe_is_sent=kept.recipe_path is not None)
+        return attrs.evolve(step, path=kept.path)
 
-    def _known(self, source: TarSource, done: Done, known: Conversion) -> _Step:
+    def _is_at(self, at: _Place, known: Conversion) -> bool:
+        """Whether the target has all of a conversion, the recipe if one is wanted."""
+        if not at.target.has_blob(known.layer.digest):
+            return False
+        recipe = known.origin.recipe
+        return not self._recipe or (recipe is not None and at.target.has_blob(recipe.digest))
+
+    def _send(self, kept: Kept, at: _Place) -> None:
+        layer, recipe = kept.conversion.layer, kept.conversion.origin.recipe
+        assert kept.path is not None
+        self._uploads.add(at.reference, kept.path, layer.digest, layer.size_bytes)
+        if recipe is not None and kept.recipe_path is not None:
+            self._uploads.add(at.reference, kept.recipe_path, recipe.digest, recipe.size_bytes)
+
+    def _known(
+        self, source: TarSource, done: Done, known: Conversion, at: _Place, *, recipe_is_sent: bool = False
+    ) -> _Step:
         _check_diff_id(source, known.origin.diff_id)
-        return _Step(source.name, done, known.layer, known.origin, source.size_bytes)
+        origin, recipe = known.origin, known.origin.recipe
+        if recipe is not None and not recipe_is_sent and not at.target.has_blob(recipe.digest):
+            origin = attrs.evolve(origin, recipe=None)
+        return _Step(source.name, done, known.layer, origin, source.size_bytes)
 
     def _convert_and_send(self, source: TarSource, at: _Place) -> _Step:
         kept, warnings = self._convert_tar(source)
         self._kept.append(kept)
         assert kept.path is not None
         layer, origin = kept.conversion.layer, kept.conversion.origin
-        self._uploads.add(at.reference, kept.path, layer)
+        self._send(kept, at)
         return _Step(source.name, "converted", layer, origin, source.size_bytes, kept.path, warnings)
 
     def _convert_tar(self, source: TarSource) -> tuple[Kept, tuple[str, ...]]:
         """Converts and verifies: the digest of what was read, and of the tar in it."""
         path = self._scratch()
+        recipe = path.with_suffix(".recipe") if self._recipe else None
         with source.blob(self._work) as stored:
             blob = Blob(stored, source.name, source.digest, source.size_bytes)
             try:
-                report = self._convert(cast(BinaryIO, blob), path, diff_id=True)
+                report = self._convert(cast(BinaryIO, blob), path, diff_id=True, recipe=recipe)
             except LayerError:
                 blob.verify()  # damaged on its way is the better answer
                 raise
             blob.verify()
         assert report.diff_id is not None  # as it was asked for
         _check_diff_id(source, report.diff_id)
-        conversion = Conversion(_descriptor(report), Origin(source.digest, self._encoder, report.diff_id))
-        return self._conversions.add(path, conversion), report.warnings
+        described = None if recipe is None else RecipeDescriptor(_digest_of_file(recipe), recipe.stat().st_size)
+        conversion = Conversion(_descriptor(report), Origin(source.digest, self._encoder, report.diff_id, described))
+        return self._conversions.add(path, recipe, conversion), report.warnings
 
     def _scratch(self) -> Path:
         self._made += 1
@@ -470,18 +500,23 @@ def _descriptor(report: ConvertReport) -> LayerDescriptor:
     )
 
 
+def _digest_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
 def _check_diff_id(source: TarSource, received: str) -> None:
     if source.diff_id not in (None, received):
         raise IntegrityError(f"{source.name}: expected a tar with the diff id {source.diff_id}, received {received}")
 
 
 class _Uploads:
-    """One thread that sends layers to their targets, in order. A context manager: left by an error, it does not wait for
+    """One thread that sends layers and recipes to their targets, in order. A context manager: left by an error, it does not wait for
     what is on its way."""
 
     def __init__(self, credentials: Credentials | None) -> None:
         self._credentials = credentials
-        self._queue: queue.Queue[tuple[Reference, Path, LayerDescriptor] | None] = queue.Queue(_QUEUED_UPLOADS)
+        self._queue: queue.Queue[tuple[Reference, Path, str, int] | None] = queue.Queue(_QUEUED_UPLOADS)
         self._failure: BaseException | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
@@ -495,9 +530,9 @@ class _Uploads:
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
 
-    def add(self, reference: Reference, path: Path, layer: LayerDescriptor) -> None:
+    def add(self, reference: Reference, path: Path, digest: str, size_bytes: int) -> None:
         """Queues a file, which must stay until `finish`; waits while the queue is full."""
-        self._queue.put((reference, path, layer))
+        self._queue.put((reference, path, digest, size_bytes))
 
     def check(self) -> None:
         """Raises what an upload raised."""
@@ -516,10 +551,10 @@ class _Uploads:
             while (one := self._queue.get()) is not None and not self._stopped:
                 if self._failure is not None:
                     continue  # what follows is taken and dropped, so that nobody waits for a place
-                reference, path, layer = one
+                reference, path, digest, size_bytes = one
                 try:
                     if reference.source not in targets:
                         targets[reference.source] = stack.enter_context(open_target(reference, self._credentials))
-                    targets[reference.source].add_file(path, layer.digest, layer.size_bytes)
+                    targets[reference.source].add_file(path, digest, size_bytes)
                 except BaseException as error:  # raised again where the result is wanted
                     self._failure = error

@@ -338,7 +338,7 @@ def test_conversions_are_bounded_and_the_oldest_goes_first(tmp_path: Path) -> No
         origins.append(conversion.origin)
         with conversions.workspace() as work:
             (work / "layer").write_bytes(b"x" * 100)
-            kept = conversions.add(work / "layer", conversion)
+            kept = conversions.add(work / "layer", None, conversion)
         assert kept.path is not None
         os.utime(kept.path, ns=(number, number))
         os.utime(kept.path.with_suffix(".json"), ns=(number, number))
@@ -361,7 +361,7 @@ def test_a_record_that_is_damaged_or_of_another_size_is_not_used(tmp_path: Path)
     conversion = described(1, 3)
     with conversions.workspace() as work:
         (work / "layer").write_bytes(b"abc")
-        conversions.add(work / "layer", conversion).close()
+        conversions.add(work / "layer", None, conversion).close()
     origin = conversion.origin
     found = conversions.find(origin.source, origin.encoder)
     assert found is not None

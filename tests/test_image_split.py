@@ -27,7 +27,7 @@ from weenv_cli import AUTHENTICATION, ERROR, INTEGRITY, NOT_FOUND, OK, USAGE, We
 from envlet.plans import Plan
 from envlet.ports import ResolvedGroup
 from layerformat import Layer
-from registry import Group, GroupConfig, load_credentials, parse_reference, pull_layer, resolve_group
+from registry import Group, GroupConfig, load_credentials, parse_reference, pull_blob, resolve_group
 from registry.attribution import HistoryEntry, attribute, merge_configs
 from registry.images import docker_hub
 from registry.splitting import GroupSpec, SplitError, parse_spec, split_layers
@@ -81,7 +81,7 @@ def files_of(group: Group, scratch: Path) -> list[dict[bytes, bytes]]:
     found = []
     for number, layer in enumerate(group.layers):
         path = scratch / f"{group.digest[7:19]}-{number}"
-        pull_layer(group.source, layer.digest, layer.size_bytes, path)
+        pull_blob(group.source, layer.digest, layer.size_bytes, path)
         with Layer.open(path) as opened:
             assert opened.verify(layer.digest) == []
             found.append(read_files(opened))

@@ -36,7 +36,7 @@ from registry import (
     load_credentials,
     open_ranges,
     parse_reference,
-    pull_layer,
+    pull_blob,
     push_group,
     remote,
     resolve_group,
@@ -236,12 +236,12 @@ def test_a_pulled_layer_is_the_pushed_one(place: Place, layers: list[Path], tmp_
     group = place.resolve(":pull")
     for layer, path in zip(group.layers, layers, strict=True):
         copy = tmp_path / layer.digest
-        pull_layer(group.source, layer.digest, layer.size_bytes, copy, credentials=place.credentials)
+        pull_blob(group.source, layer.digest, layer.size_bytes, copy, credentials=place.credentials)
         assert copy.read_bytes() == path.read_bytes()
     with pytest.raises(FileExistsError):
-        pull_layer(group.source, layer.digest, layer.size_bytes, copy, credentials=place.credentials)
+        pull_blob(group.source, layer.digest, layer.size_bytes, copy, credentials=place.credentials)
     with pytest.raises(NotFound):
-        pull_layer(group.source, UNKNOWN, 10, tmp_path / "unknown", credentials=place.credentials)
+        pull_blob(group.source, UNKNOWN, 10, tmp_path / "unknown", credentials=place.credentials)
     assert not (tmp_path / "unknown").exists()
 
 
@@ -256,7 +256,7 @@ def test_a_damaged_layer_is_not_pulled(place: Place, layers: list[Path], tmp_pat
     path.write_bytes(changed[damage])
     try:
         with pytest.raises((IntegrityError, Unreachable)):
-            pull_layer(group.source, layer.digest, layer.size_bytes, tmp_path / "copy", credentials=place.credentials)
+            pull_blob(group.source, layer.digest, layer.size_bytes, tmp_path / "copy", credentials=place.credentials)
         assert not (tmp_path / "copy").exists()
     finally:
         path.write_bytes(original)
@@ -330,7 +330,7 @@ def refusals(credentials: Credentials | None, host: str, layers: list[Path]) -> 
     for call in (
         lambda: push_group(f"{host}/a:t", layers, credentials=credentials),
         lambda: resolve_group(f"{host}/a:t", credentials=credentials),
-        lambda: pull_layer(f"http://{host}/a", UNKNOWN, 10, layers[0].with_name("pulled"), credentials=credentials),
+        lambda: pull_blob(f"http://{host}/a", UNKNOWN, 10, layers[0].with_name("pulled"), credentials=credentials),
         lambda: asyncio.run(read()),
     ):
         with pytest.raises(AuthenticationFailed) as caught:
@@ -367,7 +367,7 @@ def test_nobody_listening_is_unreachable_with_the_address(layers: list[Path], tm
     for call in (
         lambda: push_group(f"{host}/a:t", layers),
         lambda: resolve_group(f"{host}/a:t"),
-        lambda: pull_layer(f"http://{host}/a", UNKNOWN, 10, tmp_path / "copy"),
+        lambda: pull_blob(f"http://{host}/a", UNKNOWN, 10, tmp_path / "copy"),
         lambda: asyncio.run(read()),
     ):
         with pytest.raises(Unreachable, match=f"http://{host}/v2/a/.*is the registry running"):
@@ -418,7 +418,7 @@ def test_a_large_layer_goes_in_pieces_with_bounded_memory(servers: dict[str, Reg
     group = resolve_group(f"{host}/large:t", credentials=credentials)
     assert group.layers == (describe_layer(layer),)
     digest, size = group.layers[0].digest, group.layers[0].size_bytes
-    pull_layer(group.source, digest, size, tmp_path / "pulled", credentials=credentials)
+    pull_blob(group.source, digest, size, tmp_path / "pulled", credentials=credentials)
 
 
 def test_the_pieces_of_a_large_layer_follow_each_other(servers: dict[str, RegistryServer], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from registry import (
     IntegrityError,
     RegistryError,
     Unreachable,
-    pull_layer,
+    pull_blob,
     push_group,
     remote,
     resolve_group,
@@ -102,11 +102,11 @@ def test_a_download_that_ends_early_is_tried_again_and_leaves_nothing(quick: lis
         return response
 
     with run_server(cut) as host:
-        pull_layer(f"http://{host}/repo", DIGEST, len(BLOB), tmp_path / "blob")
+        pull_blob(f"http://{host}/repo", DIGEST, len(BLOB), tmp_path / "blob")
         assert (tmp_path / "blob").read_bytes() == BLOB
         count["requests"] = -100
         with pytest.raises(Unreachable):
-            pull_layer(f"http://{host}/repo", DIGEST, len(BLOB), tmp_path / "never")
+            pull_blob(f"http://{host}/repo", DIGEST, len(BLOB), tmp_path / "never")
     assert not (tmp_path / "never").exists()
 
 

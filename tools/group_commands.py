@@ -1,4 +1,4 @@
-"""`weenv group …`: push, resolve, tree, diff."""
+"""`weenv group …`: push, resolve, tree; the others register themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from tools import check_command, exits, group_diff, output, publishing, settings
+from tools import check_command, exits, group_diff, output, publishing, settings, totar_command
 
 if TYPE_CHECKING:
     from registry import Group
@@ -43,6 +43,10 @@ def register(commands: Any) -> None:
     )
     push.add_argument("--workdir", metavar="D", help="where the environment's commands start")
     push.add_argument("--user", metavar="USER[:GROUP]", help="as whom they run")
+    push.add_argument(
+        "--fix-git", action="store_true", help="first repair the git indexes in --rootfs, in place, as `group check --git --fix` would"
+    )
+    publishing.add_recipe(push)
     publishing.add_jobs(push)
     push.set_defaults(run=run_push)
 
@@ -59,6 +63,7 @@ def register(commands: Any) -> None:
     check_command.register(sub)
 
     group_diff.register(sub)
+    totar_command.register(sub)
 
 
 def _layer(text: str) -> tuple[str, Path]:
@@ -81,7 +86,7 @@ def run_push(arguments: argparse.Namespace) -> int:
     )
     with publishing.terminable():
         group = GroupSource(arguments.reference, _sources(arguments), role=arguments.role, config=config)
-        pinned, _outcomes = publishing.publish([group], arguments.jobs)
+        pinned, _outcomes = publishing.publish([group], arguments.jobs, recipe=arguments.recipe)
     print(*pinned)
     return exits.OK
 
@@ -93,9 +98,15 @@ def _sources(arguments: argparse.Namespace) -> tuple[LayerSource, ...]:
     if (arguments.layers is None) == (arguments.rootfs is None):
         received = "neither" if arguments.layers is None else "both"
         raise exits.CommandError(f"expected --layer and --tar, or --rootfs, received {received}", exits.USAGE)
+    if arguments.fix_git and arguments.rootfs is None:
+        raise exits.CommandError("--fix-git: expected --rootfs, whose repositories it repairs; for a group, see `group check`", exits.USAGE)
     if arguments.rootfs is not None:
         if not arguments.rootfs.is_dir():
             raise exits.CommandError(f"--rootfs {arguments.rootfs}: expected a directory; a tar is given with --tar", exits.USAGE)
+        if arguments.fix_git:
+            from tools.check.git_repair import repair_tree
+
+            repair_tree(arguments.rootfs)
         return (DirectorySource(arguments.rootfs),)
     return tuple(describe_file(path) if kind == "layer" else describe_tar(path) for kind, path in arguments.layers)
 

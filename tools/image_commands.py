@@ -39,6 +39,7 @@ def register(commands: Any) -> None:
     )  # fmt: skip
     split.add_argument("--tag", metavar="TAG", help="(default in a registry: latest)")
     split.add_argument("--platform", metavar="OS/ARCH[/VARIANT]", help="which image of an index (default: this machine's)")
+    publishing.add_recipe(split)
     publishing.add_jobs(split)
     output.add_format(split)
     split.set_defaults(run=run_split)
@@ -64,7 +65,7 @@ def run_split(arguments: argparse.Namespace) -> int:
         groups, messages = split_image(image, specs, references)
         for message in messages:
             output.say(f"weenv: {image.name}: {message}")
-        pinned, outcomes = publishing.publish(groups, arguments.jobs)
+        pinned, outcomes = publishing.publish(groups, arguments.jobs, recipe=arguments.recipe)
     if arguments.format == "json":
         output.print_json(
             {

@@ -27,19 +27,25 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="workers of a conversion")
 
 
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--recipe", action="store_true", help="publish with each tar's layer what gives the tar back byte for byte (`group totar`)"
+    )
+
+
 def check_jobs(jobs: int) -> None:
     """CommandError."""
     if jobs < 1:
         raise exits.CommandError(f"-j: expected 1 or more, received {jobs}", exits.USAGE)
 
 
-def publish(groups: Sequence[GroupSource], jobs: int) -> tuple[list[str], list[LayerOutcome]]:
+def publish(groups: Sequence[GroupSource], jobs: int, *, recipe: bool = False) -> tuple[list[str], list[LayerOutcome]]:
     """Converts and publishes, and says on stderr what became of each layer. The references with their digests, and the
     layers' outcomes in order."""
     from registry.conversions import Conversions
     from registry.publish import Encoding, publish_groups
 
-    encoding = Encoding()
+    encoding = Encoding(recipe=recipe)
     outcomes: list[LayerOutcome] = []
 
     def report(outcome: LayerOutcome) -> None:
@@ -60,7 +66,7 @@ def publish(groups: Sequence[GroupSource], jobs: int) -> tuple[list[str], list[L
 
 
 def _convert(
-    jobs: int, encoding: Encoding, source: Path | BinaryIO, layer: Path, *, diff_id: bool
+    jobs: int, encoding: Encoding, source: Path | BinaryIO, layer: Path, *, diff_id: bool, recipe: Path | None
 ) -> ConvertReport:
     from layerformat import convert
 
@@ -72,6 +78,7 @@ def _convert(
             level=encoding.level,
             chunk_size=encoding.chunk_size,
             diff_id=diff_id,
+            recipe=recipe,
             progress=progress,
         )
 
