@@ -49,8 +49,8 @@ class Blob(io.RawIOBase):
     """A blob that is verified while somebody else reads it: `verify` reads what is left and compares."""
 
     def __init__(self, file: BinaryIO, name: str, digest: str, size_bytes: int) -> None:
+        self.name = name
         self._file = file
-        self._name = name
         self._expected = f"{size_bytes} bytes with {digest}"
         self._received = hashlib.sha256()
         self._position = 0
@@ -78,7 +78,7 @@ class Blob(io.RawIOBase):
             pass
         received = f"{self._position} bytes with sha256:{self._received.hexdigest()}"
         if received != self._expected:
-            raise IntegrityError(f"{self._name}: expected {self._expected}, received {received}")
+            raise IntegrityError(f"{self.name}: expected {self._expected}, received {received}")
 
 
 class LayoutStore:
@@ -173,7 +173,7 @@ class DockerArchiveStore:
         if len(saved) != 1:
             names = [", ".join(one.repo_tags or ["without a name"]) for one in saved]
             raise InvalidReference(f"{archive.path}: expected an archive of one image, it has {len(saved)}: {'; '.join(names)}")
-        self._names: dict[str, str] = {}
+        self.names: dict[str, str] = {}
         config = self._describe(saved[0].config, CONFIG_TYPE)
         digests: dict[tuple[int, int], Descriptor] = {}
         layers = []
@@ -192,18 +192,18 @@ class DockerArchiveStore:
                 received.update(data)
                 size += len(data)
         digest = f"sha256:{received.hexdigest()}"
-        self._names[digest] = name
+        self.names[digest] = name
         return Descriptor(media_type=media_type, digest=digest, size=size)
 
     def read_manifest(self, digest: str) -> bytes:
         raise NotFound(f"{self._archive.path}: there is no manifest {digest}")
 
     def read_blob(self, digest: str) -> bytes:
-        return self._archive.read(self._names[digest], MAX_MANIFEST_BYTES)
+        return self._archive.read(self.names[digest], MAX_MANIFEST_BYTES)
 
     @contextlib.contextmanager
     def blob(self, digest: str, size_bytes: int, scratch: Path) -> Iterator[BinaryIO]:
-        with self._archive.open(self._names[digest]) as file:
+        with self._archive.open(self.names[digest]) as file:
             yield cast(BinaryIO, file)
 
 

@@ -81,7 +81,7 @@ def converted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     real = layerformat.convert
 
     def convert(source: Any, destination: Any, **options: Any) -> layerformat.ConvertReport:
-        names.append(str(getattr(source, "_name", source)).rpartition("/")[2])
+        names.append(str(getattr(source, "name", source)).rpartition("/")[2])
         return real(source, destination, **options)
 
     monkeypatch.setattr(layerformat, "convert", convert)
