@@ -146,7 +146,8 @@ class Daemon:
         except EnvletError as error:
             log.error("after a failed creation: %s", error)
         else:
-            del self._live[environment.id]
+            if self._live.get(environment.id) is environment:  # env.delete may have been first
+                del self._live[environment.id]
 
     async def _supervise(self, environment: Environment) -> None:
         await environment.supervise()

@@ -65,10 +65,15 @@ class Encoding:
 
 @attrs.frozen
 class LayerFile:
-    """A layer as `weenv layer convert` makes it; make it with `describe_file`."""
+    """A layer as `weenv layer convert` makes it; make it with `describe_file`. `title`: for messages; None: its path."""
 
     path: Path
     layer: LayerDescriptor
+    title: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.title or str(self.path)
 
 
 @attrs.frozen
@@ -166,9 +171,9 @@ class GroupSource:
     build: str | None = None
 
 
-def describe_file(path: Path) -> LayerFile:
+def describe_file(path: Path, title: str | None = None) -> LayerFile:
     """Reads a layer file once for its digest. NotFound, IntegrityError."""
-    return LayerFile(path, describe_layer(path))
+    return LayerFile(path, describe_layer(path), title)
 
 
 def describe_tar(path: Path) -> TarFile:
@@ -411,9 +416,9 @@ class _Settler:
     def _give(self, source: LayerFile, at: _Place) -> _Step:
         layer = source.layer
         if at.target.has_blob(layer.digest):
-            return _Step(str(source.path), "already there", layer)
+            return _Step(source.name, "already there", layer)
         self._uploads.add(at.reference, source.path, layer.digest, layer.size_bytes)
-        return _Step(str(source.path), "given", layer, path=source.path)
+        return _Step(source.name, "given", layer, path=source.path)
 
     def _convert_directory(self, source: DirectorySource, at: _Place) -> _Step:
         path = self._scratch()

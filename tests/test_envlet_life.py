@@ -24,7 +24,7 @@ from envlet_harness import (
 from envlet import overlay, syscalls
 from envlet.client import Client
 from envlet.daemon import serve
-from envlet.errors import EnvletError
+from envlet.errors import ENDED, EnvletError
 from envlet.types import CreateRequest, ExecRequest
 
 
@@ -72,6 +72,24 @@ def test_a_creation_cancelled_at_any_await_leaves_nothing(root: Path) -> None:
             assert leftovers(node.config) == []
             assert node.daemon._node.plans.statistics()["used"] == 0
         assert count > 8, "the creation waits more often than that"
+
+    with_node(root, test)
+
+
+def test_a_creation_that_is_deleted_answers_both(root: Path) -> None:
+    async def test(node: Node) -> None:
+        async def create() -> None:
+            with pytest.raises(EnvletError) as raised:
+                await node.call(lambda client: client.create(["base"], id="halfway", init=["sleep 100"]))
+            assert raised.value.code is ENDED
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(create)
+            while "halfway" not in node.daemon._live or len(node.daemon._live["halfway"].cgroup.processes()) < 2:
+                await trio.lowlevel.checkpoint()
+            assert (await node.call(lambda client: client.delete("halfway"))).id == "halfway"
+        assert node.daemon._live == {}
+        assert leftovers(node.config) == []
 
     with_node(root, test)
 

@@ -19,7 +19,7 @@ LIBRARIES = {
     "registry": {"attr", "attrs", "msgspec", "oras", "requests", "aiohttp"},
     "weefs": {"attr", "attrs", "msgspec", "cffi", "zstandard", "pyfuse3", "trio"},
     "envlet": {"attr", "attrs", "msgspec", "trio", "psutil"},
-    "tools": {"attr", "attrs", "msgspec", "rich", "trio", "zstandard"},
+    "tools": {"attr", "attrs", "jinja2", "msgspec", "rich", "trio", "zstandard"},
 }
 ONLY_IN = {
     "weefs._core": {"weefs/core.py"},
@@ -28,6 +28,7 @@ ONLY_IN = {
     "oras": {"registry/remote.py"},
     "requests": {"registry/remote.py"},
     "aiohttp": {"registry/http_ranges.py"},
+    "jinja2": {"tools/recipes/templates.py"},
     "argparse": {path.relative_to(ROOT).as_posix() for path in (ROOT / "tools").rglob("*.py")} | {"weefs/__main__.py"},
 }
 """Seams: what touches a foreign thing, in one place."""

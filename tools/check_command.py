@@ -98,10 +98,9 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _publish(group: Group, reference: str, repair: RepairLayer) -> str:
-    """The group with the repair on top, and what was repaired said on stderr."""
+def say_repairs(repair: RepairLayer) -> None:
+    """What was repaired, and what was left, on stderr."""
     from layerformat import printable
-    from registry.extend import extend_group
 
     for sentence in repair.skipped:
         output.say(f"weenv: {sentence}: left as it is")
@@ -114,6 +113,13 @@ def _publish(group: Group, reference: str, repair: RepairLayer) -> str:
         done = "repaired" if each.changed else "nothing to repair"
         more = "; left: " + ", ".join(left) if left else ""
         output.say(f"/{printable(each.worktree)}: {done}: {each.clean} entries that git status need not read{more}")
+
+
+def _publish(group: Group, reference: str, repair: RepairLayer) -> str:
+    """The group with the repair on top, and what was repaired said on stderr."""
+    from registry.extend import extend_group
+
+    say_repairs(repair)
     with tempfile.TemporaryDirectory(prefix="weenv-fix-") as scratch:
         layers = []
         if repair.data is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from tools import check_command, exits, group_diff, output, publishing, settings, totar_command
+from tools import build_command, check_command, exits, group_diff, output, publishing, settings, totar_command
 
 if TYPE_CHECKING:
     from registry import Group
@@ -59,6 +59,8 @@ def register(commands: Any) -> None:
     tree.add_argument("reference", metavar="REF")
     output.add_format(tree)
     tree.set_defaults(run=run_tree)
+
+    build_command.register(sub)
 
     check_command.register(sub)
 

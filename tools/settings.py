@@ -66,6 +66,16 @@ def conversions_path() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "weenv" / "convert"
 
 
+def source_date_epoch() -> int | None:
+    """$SOURCE_DATE_EPOCH: the latest time, seconds since 1970, that a reproducible build may show. CommandError."""
+    text = os.environ.get("SOURCE_DATE_EPOCH")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 10):
+        raise exits.CommandError(f"$SOURCE_DATE_EPOCH: expected seconds since 1970, received {text[:100]!r}", exits.USAGE)
+    return int(text)
+
+
 @attrs.frozen(kw_only=True)
 class NodeSettings:
     """What `weenv node serve` is told. Sizes in bytes, times in seconds."""

@@ -50,7 +50,7 @@ _BELOW = "give the groups that it goes on with --below, base first; if they are 
 
 def check_filesystem(plan: Plan, *, complete: bool) -> tuple[View, list[Finding]]:
     """The merged view, and what is wrong in it. `complete`: nothing else will lie below what is there."""
-    with _deep_trees():
+    with deep_trees():
         checks = _LayerChecks(plan, complete=complete)
         view = View(plan.layers, refused=checks.refused, before=checks.before)
         below = View(plan.layers[: plan.below], refused=_ignore) if plan.below else None
@@ -59,7 +59,7 @@ def check_filesystem(plan: Plan, *, complete: bool) -> tuple[View, list[Finding]
 
 
 @contextlib.contextmanager
-def _deep_trees() -> Iterator[None]:
+def deep_trees() -> Iterator[None]:
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(max(before, _DEEPEST))
     try:

@@ -1,0 +1,1 @@
+"""Groups built from recipes (docs/recipes.md): read, rendered, run in an environment of this node, and packed as one layer."""

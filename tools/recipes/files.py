@@ -1,0 +1,97 @@
+"""`[[files]]` of a recipe as a tar that an environment is made with.
+
+What a checkout leaves to chance is not taken over: owners are those that the recipe gives, permissions are 0755 for
+directories and for files that their owner may execute and 0644 for others, and all have one time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from attrs import evolve
+
+from layerformat import Data, Entry, Kind, TarWriter, open_source, printable
+from tools import output
+from tools.recipes.recipe import FileSpec, Recipe, beside
+from tools.recipes.templates import RecipeError
+
+_COPY_BYTES = 1 << 20
+_KINDS = (Kind.REGULAR, Kind.DIRECTORY, Kind.SYMLINK, Kind.HARD_LINK)
+
+IsDirectory = Callable[[bytes], bool]
+"""Whether the groups below have a directory at a path."""
+
+
+def write_files(recipe: Recipe, directory: Path, is_directory: IsDirectory, out: BinaryIO) -> None:
+    """Writes the tar. A directory that `is_directory` gets no entry: it stays as it is. RecipeError, LayerError, OSError."""
+    with TarWriter(out) as tar:
+        for number, spec in enumerate(recipe.files):
+            for entry, data in _entries(spec, directory, f"files[{number}]"):
+                if entry.kind is not Kind.DIRECTORY or not is_directory(entry.path):
+                    tar.add(evolve(entry, mtime_ns=recipe.epoch * 1_000_000_000), data)
+
+
+def _entries(spec: FileSpec, directory: Path, where: str) -> Iterator[tuple[Entry, Iterable[bytes]]]:
+    to = os.fsencode(spec.to).strip(b"/")
+    if spec.source is not None:
+        source = beside(directory, spec.source, f"{where}.from")
+        if source.is_dir():
+            yield from _directory(spec, source, to, where)
+            return
+    if not to or spec.to.endswith("/"):
+        raise RecipeError(f"{where}.to: expected the path of a file, received '{spec.to}'")
+    if spec.contents is not None:
+        contents = spec.contents.encode()
+        yield _file(spec, to, len(contents), executable=False), [contents]
+    elif not source.is_file():
+        raise RecipeError(f"{where}.from: expected a file or directory, received '{spec.source}', which is something else")
+    else:
+        with source.open("rb") as file:
+            status = os.fstat(file.fileno())
+            yield _file(spec, to, status.st_size, executable=bool(status.st_mode & 0o100)), iter(lambda: file.read(_COPY_BYTES), b"")
+
+
+def _file(spec: FileSpec, path: bytes, size: int, *, executable: bool) -> Entry:
+    uid, gid = spec.ids
+    mode = int(spec.mode, 8) if spec.mode is not None else _mode(executable)
+    return Entry(path=path, kind=Kind.REGULAR, mode=mode, uid=uid, gid=gid, size=size)
+
+
+def _mode(executable: bool) -> int:
+    return 0o755 if executable else 0o644
+
+
+def _directory(spec: FileSpec, source: Path, to: bytes, where: str) -> Iterator[tuple[Entry, Iterable[bytes]]]:
+    if spec.mode is not None:
+        raise RecipeError(f"{where}.mode: expected none for the directory '{spec.source}', received '{spec.mode}'")
+    uid, gid = spec.ids
+    with open_source(source) as opened:
+        for entry, data in opened.entries():
+            if entry.kind not in _KINDS:
+                received = f"a {entry.kind.name.lower()} at '{printable(entry.path)}'"
+                raise RecipeError(f"{where}.from: expected files, directories and symlinks below '{spec.source}', received {received}")
+            moved = evolve(
+                entry,
+                path=_below(to, entry.path),
+                target=_below(to, entry.target) if entry.kind is Kind.HARD_LINK else entry.target,
+                mode=0o777 if entry.kind is Kind.SYMLINK else _mode(entry.kind is Kind.DIRECTORY or bool(entry.mode & 0o100)),
+                uid=uid,
+                gid=gid,
+                xattrs={},
+            )
+            yield moved, _pieces(data) if entry.kind is Kind.REGULAR else ()
+        for warning in opened.warnings.texts():
+            output.say(f"weenv: {spec.source}: {warning}")
+
+
+def _below(to: bytes, path: bytes) -> bytes:
+    path = os.path.normpath(path)
+    return to if path == b"." else os.path.join(to, path)
+
+
+def _pieces(data: Data) -> Iterator[bytes]:
+    while piece := data.read(_COPY_BYTES):
+        yield piece
