@@ -37,7 +37,7 @@ ENCODER = "weenv-2"
 DEFAULT_LEVEL = 7
 MAX_LEVEL = 19
 # Chunks of large files: docs/decisions/0005 has what levels and matches buy and cost there.
-_LARGE_FILES_LESS = 2
+_LARGE_FILES_LESS = 3
 _LARGE_FILES_MIN_MATCH = 4
 _BATCH_BYTES = 1024 * 1024
 
@@ -195,7 +195,7 @@ def encode(
     """Writes a layer of `entries` to `dst`, front to back.
 
     jobs        threads that compress, beside the caller's, which reads and writes
-    level       zstd level of small files' chunks, 1 to 19; those of large files are compressed two levels below it
+    level       zstd level of small files' chunks, 1 to 19; those of large files are compressed three levels below it
     chunk_size  bytes, a multiple of 4,096 up to 16 MiB
     recipe      is told where each file's contents are; the caller finishes it
     progress    called with the entries applied and the bytes written, after each batch
