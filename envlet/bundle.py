@@ -1,7 +1,7 @@
 """The OCI runtime configuration of an environment: values in, JSON-able values out.
 
 What an environment may do is what docker allows by default, and less where a root needs no more: no network but
-loopback (the runtime brings it up), no new privileges, masked paths, a short capability list. There is no seccomp
+loopback unless it is lent the node's, no new privileges, masked paths, a short capability list. There is no seccomp
 filter yet.
 """
 
@@ -48,6 +48,8 @@ class BundleSpec:
     workdir: str
     env: tuple[str, ...]
     open_files: int
+    resolv_conf: Path | None = None
+    """For an environment with the machine's network: what its /etc/resolv.conf is. None: loopback alone."""
     shm_bytes: int = 64 << 20
 
 
@@ -111,7 +113,7 @@ def runtime_config(spec: BundleSpec) -> dict[str, Any]:
         "mounts": _mounts(spec),
         "linux": {
             "cgroupsPath": spec.cgroup_path,
-            "namespaces": [{"type": name} for name in NAMESPACES],
+            "namespaces": [{"type": name} for name in NAMESPACES if name != "network" or spec.resolv_conf is None],
             "resources": {"devices": [{"allow": False, "access": "rwm"}]},
             "maskedPaths": list(MASKED_PATHS),
             "readonlyPaths": list(READONLY_PATHS),
@@ -124,7 +126,7 @@ def _mounts(spec: BundleSpec) -> list[dict[str, Any]]:
         return {"destination": destination, "type": kind, "source": source, "options": list(options)}
 
     quiet = ("nosuid", "noexec", "nodev")
-    return [
+    mounts = [
         entry("/proc", "proc", "proc", *quiet),
         entry("/dev", "tmpfs", "tmpfs", "nosuid", "strictatime", "mode=755", "size=65536k"),
         entry("/dev/pts", "devpts", "devpts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"),
@@ -133,3 +135,6 @@ def _mounts(spec: BundleSpec) -> list[dict[str, Any]]:
         entry("/sys", "sysfs", "sysfs", *quiet, "ro"),
         entry(INIT_PATH, "bind", str(spec.init_program), "bind", "ro", "nosuid", "nodev"),
     ]
+    if spec.resolv_conf is not None and spec.resolv_conf.exists():
+        mounts.append(entry("/etc/resolv.conf", "bind", str(spec.resolv_conf.resolve()), "bind", "ro", *quiet))
+    return mounts

@@ -72,6 +72,7 @@ class Client:
         env: Mapping[str, str] | None = None,
         workdir: str | None = None,
         id: str | None = None,
+        network: types.Network = "none",
         labels: Mapping[str, str] | None = None,
     ) -> types.EnvironmentInfo:
         """Makes an environment; returns when it is ready. `apply_fd`: a diff (tar) to put in first. Raises
@@ -90,6 +91,7 @@ class Client:
             env=dict(env or {}),
             workdir=workdir,
             id=id,
+            network=network,
             labels=dict(labels or {}),
         )
         return self.call("env.create", request, types.EnvironmentInfo, [] if apply_fd is None else [apply_fd])

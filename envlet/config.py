@@ -33,6 +33,12 @@ class NodeConfig:
     """Cores of an environment that does not say."""
     memory_bytes: int = 2 << 30
     pids: int = 1024
+    host_network: bool = False
+    """Whether environments may ask for the machine's own network, as recipes that install packages do. What listens on its loopback and
+    on abstract sockets is then theirs to talk to.
+    """
+    resolv_conf: Path = Path("/etc/resolv.conf")
+    """Where such environments find their name servers."""
     environments_max: int = 1024
     starting_max: int = attrs.field(factory=lambda: (3 * (os.cpu_count() or 1) + 1) // 2)
     """How many are started at once; the rest waits, first come first served. Of 16 at once on 2 busy cores, 3 gave a

@@ -113,6 +113,11 @@ class Daemon:
                 errors.CAPACITY,
                 f"this node holds {len(self._live)} environments, its maximum; delete one or ask another node",
             )
+        if request.network == "host" and not self._node.config.host_network:
+            raise EnvletError(
+                errors.NETWORK_REFUSED,
+                "network: expected none, received host; this node lends its network when its configuration says host_network = true",
+            )
         begin_s = time.perf_counter()
         plan = await self._plans.resolve(request.groups, request.role)
         resolve_s = time.perf_counter() - begin_s

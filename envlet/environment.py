@@ -268,7 +268,8 @@ class Environment:
             overlay.mount(lower, self._upper, self._directory / "work", self._root)
         except (OSError, ValueError) as error:
             raise EnvletError(errors.MOUNT_FAILED, f"the root of {self.id} could not be mounted: {error}") from error
-        self._marks = rootfs.prepare_root(self._root, self._upper, self._workdir)
+        host_network = self._request.network == "host"
+        self._marks = rootfs.prepare_root(self._root, self._upper, self._workdir, resolv_conf=host_network)
         if self._plan.user:
             self._user = self._find_user(self._plan.user)
         mounted_s = time.perf_counter()
@@ -281,6 +282,7 @@ class Environment:
             workdir=self._workdir,
             env=self._env,
             open_files=self._node.open_files,
+            resolv_conf=self._node.config.resolv_conf if host_network else None,
         )
         (self._bundle / "config.json").write_text(json.dumps(bundle.runtime_config(spec)))
         return apply_s, mounted_s - begin_s - apply_s, time.perf_counter() - mounted_s

@@ -52,6 +52,7 @@ SHUTTING_DOWN = ErrorCode(1016, "shutting_down", True, "The daemon is ending.")
 DESCRIPTORS = ErrorCode(1017, "descriptors", False, "The descriptors that came with the request are not those that the method takes.")
 TIMEOUT = ErrorCode(1018, "timeout", False, "The init commands took longer than `init_timeout_s`.")
 PERMISSION = ErrorCode(1019, "permission", False, "The caller may not use the socket.")
+NETWORK_REFUSED = ErrorCode(1020, "network_refused", False, "The node does not let environments use its network.")
 
 ALL_CODES: tuple[ErrorCode, ...] = tuple(value for value in list(globals().values()) if isinstance(value, ErrorCode))
 BY_NUMBER: dict[int, ErrorCode] = {code.number: code for code in ALL_CODES}

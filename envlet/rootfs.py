@@ -37,8 +37,10 @@ def mark(upper: Path, path: bytes) -> Mark:
     return Mark(path, status.st_ino, status.st_ctime_ns)
 
 
-def prepare_root(root: Path, upper: Path, workdir: str) -> tuple[Mark, ...]:
-    """Adds what is missing in the mounted `root`; what was added. Blocks. Raises OSError or EnvletError."""
+def prepare_root(root: Path, upper: Path, workdir: str, *, resolv_conf: bool = False) -> tuple[Mark, ...]:
+    """Adds what is missing in the mounted `root`; what was added. `resolv_conf`: also a file for the node's to be mounted on. Blocks.
+    Raises OSError or EnvletError.
+    """
     root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         before = os.stat(root_fd)
@@ -47,6 +49,8 @@ def prepare_root(root: Path, upper: Path, workdir: str) -> tuple[Mark, ...]:
             _make_directory(root_fd, name.encode(), made)
         _make_workdir(root_fd, workdir, made)
         _make_hosts(root_fd, made)
+        if resolv_conf:
+            _make_resolv_conf(root_fd, made)
         if made:
             os.utime(root_fd, ns=(before.st_atime_ns, before.st_mtime_ns))
     finally:
@@ -115,6 +119,23 @@ def _make_hosts(root_fd: int, made: list[bytes]) -> None:
             os.close(fd)
         os.utime(etc_fd, ns=(before.st_atime_ns, before.st_mtime_ns))
         made.append(b"etc/hosts")
+    finally:
+        os.close(etc_fd)
+
+
+def _make_resolv_conf(root_fd: int, made: list[bytes]) -> None:
+    try:
+        etc_fd = open_in_root(root_fd, "etc", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        before = os.stat(etc_fd)
+        try:
+            os.close(os.open("resolv.conf", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=etc_fd))
+        except FileExistsError:
+            return
+        os.utime(etc_fd, ns=(before.st_atime_ns, before.st_mtime_ns))
+        made.append(b"etc/resolv.conf")
     finally:
         os.close(etc_fd)
 

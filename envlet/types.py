@@ -15,6 +15,7 @@ CPU_MIN = 0.02
 """Cores. The kernel takes no quota below 1 ms, and periods are 50 ms: less would not be what is set."""
 
 Role = Literal["execution", "evaluation"]
+Network = Literal["none", "host"]
 State = Literal["creating", "ready", "deleting", "deleted", "faulted", "oom", "lost", "killed", "expired", "error"]
 
 EnvironmentId = Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9-]{0,62}\Z", description="Letters, digits and dashes, 63 at most.")]
@@ -53,6 +54,10 @@ class CreateRequest(Request, frozen=True, kw_only=True):
     env: Annotated[Variables, Meta(description="Goes over the groups' variables.")] = {}
     workdir: Annotated[AbsolutePath | None, Meta(description="null: of the topmost group that has one, else `/`.")] = None
     id: Annotated[EnvironmentId | None, Meta(description="null: the node chooses.")] = None
+    network: Annotated[
+        Network,
+        Meta(description="`none`: loopback alone. `host`: the node's own, where its configuration has `host_network`."),
+    ] = "none"
     labels: Annotated[dict[str, str], Meta(max_length=64, description="Kept and given back, without meaning here.")] = {}
 
 

@@ -251,6 +251,13 @@ def test_a_step_reaches_only_itself(workshop: Workshop) -> None:
     assert (rows["net"].content, rows["stdin"].content) == (b"lo\n", b"")
 
 
+def test_a_network_is_lent_by_a_node_that_says_so(workshop: Workshop) -> None:
+    workshop.write(HEAD + "network = 'host'\n[[steps]]\nrun = 'true'\n")
+    ran = workshop.build()
+    assert ran.status != OK
+    assert "host_network = true" in ran.err
+
+
 def test_an_evaluator_may_stand_on_an_evaluator(workshop: Workshop) -> None:
     workshop.write(HEAD + 'role = "evaluator"\n[[steps]]\nrun = "echo > /eval"\n')
     workshop.built(to="judge")
@@ -497,6 +504,7 @@ def test_options_that_do_not_fit(workshop: Workshop) -> None:
         (HEAD + "steps = ['a']", "steps[0]: expected `object`, received `str`"),
         (HEAD + "config = 1979-05-27", "config: expected `object`, received `date`"),
         (HEAD + "role = 'tasks'", "role: expected one of base, task, harness, evaluator, received 'tasks'"),
+        (HEAD + "network = 'bridge'", "network: expected none or host, received 'bridge'"),
         (HEAD + "epoch = -1", "epoch: expected `int` >= 0"),
         (HEAD + "variables = 'a'", "variables: expected `object`, received `str`"),
         (HEAD + "[variables]\na = 1", "variables.a: expected a string, received 1"),

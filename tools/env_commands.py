@@ -34,6 +34,9 @@ def register(commands: Any) -> None:
     )
     create.add_argument("--cpu", type=output.parse_cores, metavar="N", help="cores")
     create.add_argument("--memory", type=output.parse_memory, metavar="SIZE")
+    create.add_argument(
+        "--network", choices=("none", "host"), default="none", help="host: the node's own, where its configuration has host_network"
+    )
     create.add_argument("--ttl", type=output.parse_seconds, metavar="S", help="seconds until it ends by itself")
     create.add_argument("--env", type=output.parse_variable, action="append", default=[], metavar="K=V")
     create.add_argument("--workdir", type=output.parse_absolute, metavar="D")
@@ -101,6 +104,7 @@ def run_create(arguments: argparse.Namespace) -> int:
                 cpu=arguments.cpu,
                 memory_bytes=arguments.memory,
                 ttl_s=arguments.ttl,
+                network=arguments.network,
                 env=dict(arguments.env),
                 workdir=arguments.workdir,
             )

@@ -53,6 +53,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         cpu=chosen.cpu,
         memory_bytes=chosen.memory,
         pids=chosen.pids,
+        host_network=chosen.host_network,
         environments_max=chosen.environments_max,
     )
     if chosen.starting_max is not None:

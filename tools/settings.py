@@ -91,6 +91,7 @@ class NodeSettings:
     pids: int = 1024
     fuse_threads: int = 4
     chunk_deadline_s: float = 30.0
+    host_network: bool = False
     environments_max: int = 1024
     starting_max: int | None = None
     """None: 1.5 x the cores, as envlet decides."""
@@ -121,9 +122,11 @@ def _value(name: str, value: Any, path: Path) -> Any:
         if name in ("runtime", "cgroup_parent")
         else (int, float)
         if name in ("cpu", "chunk_deadline_s")
+        else (bool,)
+        if name == "host_network"
         else (int,)
     )
-    if not isinstance(value, expected) or isinstance(value, bool):
+    if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
         wanted = " or ".join(kind.__name__ for kind in expected) if name not in _PATHS else "a path"
         raise exits.CommandError(f"{path}: {name}: expected {wanted}, received {value!r}", exits.USAGE)
     return value

@@ -63,6 +63,7 @@ def _environment(recipe: Recipe, base: Sequence[str], files: BinaryIO | None, pl
                 ttl_s=sum(step.timeout_s for step in recipe.steps) + _SPARE_S,
                 env=_variables(recipe),
                 workdir=recipe.config.workdir,
+                network="host" if recipe.network == "host" else "none",
                 id=environment,
                 labels={"weenv.build": recipe.name},
             )

@@ -7,11 +7,11 @@ directories and for files that their owner may execute and 0644 for others, and 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from layerformat import Data, Entry, Kind, TarWriter, open_source, printable
 from tools import output
@@ -25,13 +25,29 @@ IsDirectory = Callable[[bytes], bool]
 """Whether the groups below have a directory at a path."""
 
 
-def write_files(recipe: Recipe, directory: Path, is_directory: IsDirectory, out: BinaryIO) -> None:
-    """Writes the tar. A directory that `is_directory` gets no entry: it stays as it is. RecipeError, LayerError, OSError."""
+@frozen
+class Tree:
+    """A directory of this machine that is put in at the absolute path `to`, besides what the recipe names."""
+
+    source: Path
+    to: str
+
+
+def write_files(recipe: Recipe, directory: Path, is_directory: IsDirectory, out: BinaryIO, trees: Sequence[Tree] = ()) -> None:
+    """Writes the tar: the trees, and over them the recipe's files. A directory that `is_directory` gets no entry: it stays
+    as it is. RecipeError, LayerError, OSError.
+    """
     with TarWriter(out) as tar:
-        for number, spec in enumerate(recipe.files):
-            for entry, data in _entries(spec, directory, f"files[{number}]"):
-                if entry.kind is not Kind.DIRECTORY or not is_directory(entry.path):
-                    tar.add(evolve(entry, mtime_ns=recipe.epoch * 1_000_000_000), data)
+        for entry, data in _all_entries(recipe, directory, trees):
+            if entry.kind is not Kind.DIRECTORY or not is_directory(entry.path):
+                tar.add(evolve(entry, mtime_ns=recipe.epoch * 1_000_000_000), data)
+
+
+def _all_entries(recipe: Recipe, directory: Path, trees: Sequence[Tree]) -> Iterator[tuple[Entry, Iterable[bytes]]]:
+    for tree in trees:
+        yield from _directory(FileSpec(to=tree.to), tree.source, os.fsencode(tree.to).strip(b"/"), tree.to)
+    for number, spec in enumerate(recipe.files):
+        yield from _entries(spec, directory, f"files[{number}]")
 
 
 def _entries(spec: FileSpec, directory: Path, where: str) -> Iterator[tuple[Entry, Iterable[bytes]]]:
@@ -72,7 +88,8 @@ def _directory(spec: FileSpec, source: Path, to: bytes, where: str) -> Iterator[
         for entry, data in opened.entries():
             if entry.kind not in _KINDS:
                 received = f"a {entry.kind.name.lower()} at '{printable(entry.path)}'"
-                raise RecipeError(f"{where}.from: expected files, directories and symlinks below '{spec.source}', received {received}")
+                below = spec.source or source
+                raise RecipeError(f"{where}.from: expected files, directories and symlinks below '{below}', received {received}")
             moved = evolve(
                 entry,
                 path=_below(to, entry.path),
@@ -84,7 +101,7 @@ def _directory(spec: FileSpec, source: Path, to: bytes, where: str) -> Iterator[
             )
             yield moved, _pieces(data) if entry.kind is Kind.REGULAR else ()
         for warning in opened.warnings.texts():
-            output.say(f"weenv: {spec.source}: {warning}")
+            output.say(f"weenv: {spec.source or source}: {warning}")
 
 
 def _below(to: bytes, path: bytes) -> bytes:

@@ -41,6 +41,7 @@ _ABSOLUTE = _Form(re.compile(r"(?!.*/\.\.(?:/|\Z))/.{0,4094}", re.DOTALL), "an a
 _MODE = _Form(re.compile(r"0?[0-7]{3,4}"), "an octal mode such as 0644")
 _OWNER = _Form(re.compile(r"[0-9]{1,9}(:[0-9]{1,9})?"), "UID or UID:GID, numbers of at most nine digits")
 _ROLE = _Form(re.compile("|".join(ROLES)), f"one of {', '.join(ROLES)}")
+_NETWORK = _Form(re.compile("none|host"), "none or host")
 _NAME = _Form(re.compile(r"[A-Za-z_][A-Za-z0-9_]*"), "a name of letters, digits and _")
 _VARIABLE = _Form(re.compile(r"[^=\0]+"), "the name of a variable, without =")
 
@@ -106,6 +107,7 @@ class Recipe(_Section, frozen=True, kw_only=True):
     base: Annotated[tuple[Text, ...], Meta(min_length=1, max_length=64)]
     role: str | None = None
     version: Text | None = None
+    network: str = "none"
     epoch: Annotated[int, Meta(ge=0, le=_MAX_EPOCH_S)] = DEFAULT_EPOCH_S
     variables: Variables = {}
     files: tuple[FileSpec, ...] = ()
@@ -194,6 +196,7 @@ def _check_values(recipe: Recipe, path: Path) -> None:
 
 def _forms(recipe: Recipe) -> Iterator[tuple[str, str | None, _Form]]:
     yield "role", recipe.role, _ROLE
+    yield "network", recipe.network, _NETWORK
     yield "config.workdir", recipe.config.workdir, _ABSOLUTE
     for number, step in enumerate(recipe.steps):
         yield f"steps[{number}].workdir", step.workdir, _ABSOLUTE

@@ -1,0 +1,188 @@
+"""The catalog of a data set's tasks, as rollout servers read it: the types of its lines, a reader that believes nothing, and the
+lines' encoding. docs/catalog.md is normative.
+
+A catalog is JSON Lines: a header, then one task a line, in the order of the data set. It is read as a stream; what is kept in
+memory is one task and the ids seen so far.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+VERSION = 1
+MAX_LINE_BYTES = 16 << 20
+"""Of one task, as of one message to the daemon."""
+MAX_COMMAND_BYTES = 131_000
+"""Of one init command in shell words: what one argument of a program may hold, with some room."""
+
+PinnedReference = Annotated[str, Meta(pattern=r"\A[^\x00-\x1f]+@sha256:[0-9a-f]{64}\Z", max_length=1024)]
+TaskId = Annotated[str, Meta(pattern=r"\A[!-~]{1,256}\Z")]
+ObjectId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{40}\Z")]
+Argument = Annotated[str, Meta(pattern=r"\A[^\x00]*\Z")]
+Argv = Annotated[tuple[Argument, ...], Meta(min_length=1, max_length=4096)]
+Commands = Annotated[tuple[Argv, ...], Meta(max_length=256)]
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class CatalogError(Exception):
+    """A file that is not a whole catalog: the file, the line, what was expected and what was received."""
+
+
+class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Fields that a reader does not know are ignored: a change that would mislead it comes with another version."""
+
+
+class Header(_Line, frozen=True, kw_only=True):
+    """The first line.
+
+    catalog       the version of the format
+    tasks         how many lines follow
+    tasks_sha256  of the file of tasks that it was made from, hexadecimal
+    harnesses     groups that a task can be run with, by name
+    """
+
+    catalog: int
+    tasks: Annotated[int, Meta(ge=0)]
+    tasks_sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+    harnesses: dict[str, PinnedReference] = {}
+
+
+class Groups(_Line, frozen=True, kw_only=True):
+    """A task's groups by role. `base`: the lowest first. No evaluator: the evaluation brings its files itself."""
+
+    base: Annotated[tuple[PinnedReference, ...], Meta(min_length=1, max_length=62)]
+    task: PinnedReference
+    evaluator: PinnedReference | None = None
+
+
+class Evaluation(_Line, frozen=True, kw_only=True):
+    """How a solution is judged, in a fresh environment that it was applied to: `init` first, then `command`, whose exit status
+    and output are the verdict.
+    """
+
+    command: Argv
+    init: Commands = ()
+
+    def init_commands(self) -> list[str]:
+        """`init` as the daemon takes it: shell commands."""
+        return [shlex.join(argv) for argv in self.init]
+
+
+class Task(_Line, frozen=True, kw_only=True):
+    """One task.
+
+    commit    of the repository, before the mutation
+    init      what brings a fresh environment of `groups.base` and `groups.task` to the task's state, in order, as root
+    tree      git's name of that state, when it was verified
+    metadata  of the data set, as it was
+    """
+
+    id: TaskId
+    repository: str
+    commit: ObjectId
+    groups: Groups
+    init: Commands
+    eval: Evaluation
+    tree: ObjectId | None = None
+    metadata: dict[str, Any] = {}
+
+    def init_commands(self) -> list[str]:
+        """`init` as the daemon takes it: shell commands."""
+        return [shlex.join(argv) for argv in self.init]
+
+    def execution_plan(self, *above: str) -> list[str]:
+        """The groups of an environment to work in, the lowest first. `above`: a harness."""
+        return [*self.groups.base, self.groups.task, *above]
+
+    def evaluation_plan(self) -> list[str]:
+        """The groups of an environment to judge in, the lowest first."""
+        return self.execution_plan(*([self.groups.evaluator] if self.groups.evaluator is not None else []))
+
+
+def read_header(path: Path) -> Header:
+    """The first line of a catalog. CatalogError, OSError."""
+    with path.open("rb") as file:
+        return _header(path, file)
+
+
+def read_catalog(path: Path) -> Iterator[Task]:
+    """The tasks in order, each checked. CatalogError, also at the end of a file that holds fewer or more than its header says;
+    OSError.
+    """
+    with path.open("rb") as file:
+        header = _header(path, file)
+        seen: dict[str, int] = {}
+        for number, line in numbered_lines(file, start=2):
+            task = _decoded(line, Task, path, number)
+            if (first := seen.setdefault(task.id, number)) != number:
+                raise CatalogError(f"{path}: line {number}: id: expected one of its own, received '{task.id}', as in line {first}")
+            yield task
+    if len(seen) != header.tasks:
+        raise CatalogError(f"{path}: expected {header.tasks} tasks, as its header says, received {len(seen)}")
+
+
+def encode_line(value: Header | Task) -> bytes:
+    """A line of a catalog, with its end."""
+    return msgspec.json.encode(value) + b"\n"
+
+
+def numbered_lines(file: BinaryIO, start: int = 1) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers. One that is too long comes cut, one byte longer than allowed, and ends the reading."""
+    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start):
+        yield number, line
+        if len(line) > MAX_LINE_BYTES:
+            return
+
+
+def decode_line(line: bytes, kind: type[S]) -> S:
+    """A JSON object as a value. ValueError says which field is wrong, what was expected and what was received."""
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"expected at most {MAX_LINE_BYTES} bytes, received more")
+    if not line.strip():
+        raise ValueError("expected a JSON object, received an empty line")
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(in_our_words(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"expected a JSON object: {error}") from error
+
+
+def in_our_words(error: msgspec.ValidationError) -> str:
+    """The field first, then what was expected and what was received."""
+    what, _, where = str(error).partition(" - at ")
+    field = where.strip("`").removeprefix("$").removeprefix(".")
+    sentence = what[:1].lower() + what[1:].replace(", got ", ", received ")
+    return f"{field}: {sentence}" if field else sentence
+
+
+def _header(path: Path, file: BinaryIO) -> Header:
+    line = file.readline(MAX_LINE_BYTES + 1)
+    header = _decoded(line, Header, path, 1)
+    if header.catalog != VERSION:
+        raise CatalogError(f"{path}: line 1: catalog: expected version {VERSION}, received {header.catalog}")
+    return header
+
+
+def _decoded(line: bytes, kind: type[S], path: Path, number: int) -> S:
+    try:
+        return decode_line(line, kind)
+    except ValueError as error:
+        raise CatalogError(f"{path}: line {number}: {error}") from error
+
+
+def distinct_groups(header: Header, tasks: Sequence[Groups]) -> dict[str, set[str]]:
+    """The groups that a catalog needs, by role."""
+    return {
+        "base": {reference for groups in tasks for reference in groups.base},
+        "task": {groups.task for groups in tasks},
+        "harness": set(header.harnesses.values()),
+        "evaluator": {groups.evaluator for groups in tasks if groups.evaluator is not None},
+    }
