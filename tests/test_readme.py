@@ -1,4 +1,4 @@
-"""Every command of the README and the tour of packaging, run as it stands there, and its output compared with what they show."""
+"""Every command of the documents with tours, run as it stands there, and its output compared with what they show."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def test_make_demo(demo: str) -> None:
     assert not [line for line in Path("/proc/mounts").read_text().splitlines() if "weenv-demo" in line]
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/packaging.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/packaging.md", "docs/recipes.md"])
 def test_the_tour_shows_what_happens(demo: str, tmp_path: Path, document: str) -> None:
     assert (ROOT / "build/demo/base").is_dir()
-    examples = readme.examples_of((ROOT / document).read_text())
-    outputs = readme.run_examples(examples, tmp_path)
-    assert readme.differences(examples, outputs) == []
+    text = (ROOT / document).read_text()
+    outputs = readme.run_examples(text, tmp_path)
+    assert readme.differences(readme.examples_of(text), outputs) == []
     assert not [line for line in Path("/proc/mounts").read_text().splitlines() if str(tmp_path) in line]
 
 

@@ -2,7 +2,8 @@
 
 `python -m tools.readme FILE` rewrites the output in FILE; the tests call `run_examples` and `differences`. Commands stand in
 blocks marked `console`: a line that begins with `$ ` is a command, lines that begin with `> ` go on with it, the rest is
-its output. All blocks run in one shell, in a scratch directory whose `build` is the repository's.
+its output. All blocks run in one shell, in a scratch directory whose `build` is the repository's. A block of another kind
+with a file's name behind it (`toml ready.toml`) is that file there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import attrs
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"^```\w+ ([\w.-]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TIMEOUT_S = 300
 
 
@@ -46,9 +48,14 @@ def examples_of(text: str) -> list[Example]:
     return [example for block in BLOCK.findall(text) for example in parse_block(block)]
 
 
-def run_examples(examples: Sequence[Example], scratch: Path) -> list[tuple[int, str]]:
-    """Exit status and output (both streams) of each command, in one shell. Processes that it leaves are its own to end."""
+def run_examples(text: str, scratch: Path) -> list[tuple[int, str]]:
+    """Exit status and output (both streams) of each command of a document, in one shell. Processes that it leaves are its own to
+    end.
+    """
+    examples = examples_of(text)
     (scratch / "build").symlink_to(ROOT / "build")
+    for name, contents in FILE.findall(text):
+        (scratch / name).write_text(contents)
     marker = f"--- {os.getpid()} ---"
     script = [f"cd {scratch}"]
     for example in examples:
@@ -122,7 +129,7 @@ def main() -> None:
     path = Path(sys.argv[1])
     text = path.read_text()
     with tempfile.TemporaryDirectory(prefix="weenv-readme-") as scratch:
-        outputs = run_examples(examples_of(text), Path(scratch))
+        outputs = run_examples(text, Path(scratch))
     path.write_text(rewrite(text, outputs))
 
 
