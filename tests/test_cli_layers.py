@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.server
 import json
 import os
@@ -17,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from merge_corners import file
+from strategies import make_content, write_pax
 from weefs_harness import tree_rows
 
 from envlet import errors
@@ -154,6 +157,40 @@ def test_refusals(layer: Path, tree: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
     assert list(tmp_path.glob("*.tmp*")) == []
     assert b"belongs to `weenv env exec`" in run("layer", "ls", layer, "--", "x", status=2).stderr
+
+
+def test_a_recipe_gives_the_tar_back(tmp_path: Path, layer: Path) -> None:
+    archive = write_pax([file(b"f", make_content(600_000, 1, False)), file(b"f", b"replaced")]) + b"behind the end"
+    (tmp_path / "tar").write_bytes(archive)
+    told = run("layer", "convert", tmp_path / "tar", tmp_path / "made", "--recipe", tmp_path / "recipe", "--format", "json")
+    assert json.loads(told.stdout)["diff_id"] == f"sha256:{hashlib.sha256(archive).hexdigest()}"
+    assert run("layer", "totar", tmp_path / "made", "--recipe", tmp_path / "recipe").stdout == archive
+    assert run("layer", "totar", tmp_path / "made").stdout != archive
+    refused = run("layer", "totar", layer, "--recipe", tmp_path / "recipe", status=exits.INTEGRITY).stderr.decode()
+    assert "recipe header: expected the recipe of TOC sha256:" in refused
+    assert "received a directory" in run("layer", "convert", tmp_path, tmp_path / "x", "--recipe", tmp_path / "y", status=1).stderr.decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_convert_leaves_nothing_when_it_is_interrupted(tmp_path: Path, number: int) -> None:
+    """In the middle: the source is a pipe that stops after one file."""
+    archive = write_pax([file(b"f", make_content(3 << 20, 1, False)), file(b"g", make_content(3 << 20, 2, False))])
+    process = subprocess.Popen(
+        [WEENV, "layer", "convert", "-", tmp_path / "layer", "--recipe", tmp_path / "recipe"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdin is not None
+    process.stdin.write(archive[: 4 << 20])
+    process.stdin.flush()
+    while not any(path.stat().st_size for path in tmp_path.glob(".layer.*.partial")):
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert b"Traceback" not in errors
+    assert os.listdir(tmp_path) == []
 
 
 @contextlib.contextmanager

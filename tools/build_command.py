@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     mode: CacheMode = arguments.cache or default_mode(recipe)
     check_mode(mode, recipe)
     directory = arguments.recipe.parent
-    with publishing.terminable():
+    with exits.terminable():
         base = _resolve_base(recipe, directory)
         keys = build_keys(recipe, directory, [group.digest for group in base])
         earlier = None if mode == "scratch" else _find_earlier(arguments.to, mode, keys)

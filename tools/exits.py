@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 OK, ERROR, USAGE, NOT_FOUND, AUTHENTICATION, INTEGRITY, CAPACITY = range(7)
 
@@ -23,7 +27,7 @@ def not_utf8(arguments: argparse.Namespace) -> int | None:
 
     Paths of our own, which stay on this side, may be of any bytes.
     """
-    if arguments.command not in ("env", "group", "image", "mount"):
+    if arguments.command not in ("catalog", "env", "group", "image", "mount"):
         return None
     for name, value in vars(arguments).items():
         for text in _texts(value):
@@ -110,6 +114,7 @@ def describe_envlet(error: BaseException) -> str:
 def status_for(error: BaseException) -> int | None:
     """The exit status of an announced error; None for a defect."""
     from envlet import errors as envlet_errors
+    from envlet.catalog import CatalogError
     from layerformat.errors import FormatError, LayerError
     from registry import AuthenticationFailed, IntegrityError, InvalidReference, NotFound, RegistryError
     from weefs.core import CoreError, DamagedError
@@ -131,7 +136,28 @@ def status_for(error: BaseException) -> int | None:
         ((InvalidReference,), USAGE),
         ((NotFound, FileNotFoundError), NOT_FOUND),
         ((AuthenticationFailed,), AUTHENTICATION),
-        ((IntegrityError, FormatError, DamagedError, LayerRefused), INTEGRITY),
+        ((CatalogError, IntegrityError, FormatError, DamagedError, LayerRefused), INTEGRITY),
         ((LayerError, RegistryError, WeefsError, CoreError, envlet_errors.ConnectionLost, OSError), ERROR),
     )
     return next((status for kinds, status in table if isinstance(error, kinds)), None)
+
+
+class Terminated(SystemExit):
+    """SIGTERM, as an exception: what was begun is undone on its way out."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM ends the block as ^C does, so that no partial file stays; the exit status is 143."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, _frame: FrameType | None) -> None:
+        raise Terminated(128 + number)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -86,7 +86,7 @@ def run_push(arguments: argparse.Namespace) -> int:
     config = GroupConfig(
         env=tuple(f"{name}={value}" for name, value in arguments.env), workdir=arguments.workdir, user=arguments.user
     )
-    with publishing.terminable():
+    with exits.terminable():
         group = GroupSource(arguments.reference, _sources(arguments), role=arguments.role, config=config)
         pinned, _outcomes = publishing.publish([group], arguments.jobs, recipe=arguments.recipe)
     print(*pinned)

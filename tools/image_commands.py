@@ -58,7 +58,7 @@ def run_split(arguments: argparse.Namespace) -> int:
     references = [target(arguments.to, spec.name, arguments.tag) for spec in specs]
     platform = parse_platform(arguments.platform) if arguments.platform else None
     with (
-        publishing.terminable(),
+        exits.terminable(),
         Conversions(settings.conversions_path()).workspace() as scratch,
         open_image(arguments.source, platform, scratch, settings.credentials()) as image,
     ):

@@ -106,7 +106,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
         raise exits.CommandError(f"--level: expected 1 to 19, received {arguments.level}", exits.USAGE)
     begin = time.perf_counter()
     source = _standard_input() if arguments.src == "-" else arguments.src
-    with progress_bar() as progress:
+    with exits.terminable(), progress_bar() as progress:
         report = convert(
             source,
             arguments.dst,

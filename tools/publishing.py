@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import signal
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import attrs
@@ -103,24 +99,3 @@ def describe(outcome: LayerOutcome) -> str:
 def described(outcome: LayerOutcome) -> dict[str, Any]:
     """The same for programs."""
     return attrs.asdict(outcome)
-
-
-class Terminated(SystemExit):
-    """SIGTERM, as an exception: what was begun is undone on its way out."""
-
-
-@contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM ends the block as ^C does, so that no partial file stays; the exit status is 143."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def terminate(number: int, _frame: FrameType | None) -> None:
-        raise Terminated(128 + number)
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
