@@ -76,7 +76,6 @@ _INTEGERS = {
     b"GNU.sparse.realsize": "sparse_size",
 }
 _NAMES = {b"path": "path", b"linkpath": "target", b"GNU.sparse.name": "sparse_name"}
-_LAYERED = ("path", "target", "size", "uid", "gid", "mtime_ns", "sparse_name", "sparse_size", "sparse_map")
 
 
 @frozen
@@ -130,27 +129,18 @@ class Pax:
                 changes["sparse"] = True
         if segments:
             changes["sparse_map"] = segments
-        return evolve(self, schily=schily, libarchive=libarchive, dropped=frozenset(dropped), **changes)
-
-    def merged(self, local: Pax) -> Pax:
-        """A global header with an entry's own header over it."""
-        if self is NOTHING:
-            return local
-        changes = {name: value for name in _LAYERED if (value := getattr(local, name)) is not None}
-        return evolve(
-            self,
-            sparse=self.sparse or local.sparse,
-            schily=self.schily | local.schily,
-            libarchive=self.libarchive | local.libarchive,
-            dropped=self.dropped | local.dropped,
-            **changes,
-        )
+        said = changes | {"schily": schily, "libarchive": libarchive, "dropped": frozenset(dropped)}
+        return Pax(**said) if self is NOTHING else evolve(self, **said)
 
     def xattrs(self) -> dict[bytes, bytes]:
         """Extended attributes; where both spellings name one, the exact one counts."""
         if self.libarchive:
             return self.libarchive | self.schily
         return self.schily
+
+    def attribute_bytes(self) -> int:
+        """Bytes of the names and values of all extended attributes."""
+        return sum(len(name) + len(value) for some in (self.schily, self.libarchive) for name, value in some.items())
 
 
 NOTHING = Pax()

@@ -37,6 +37,7 @@ INODE: Final = struct.Struct("<IIIIqIIQQIIHHI")
 MAX_INODES: Final = 1 << 26
 MAX_ID: Final = (1 << 32) - 1
 MAX_FILE_SIZE: Final = (1 << 63) - 1
+MAX_CONTENT_SIZE: Final = (1 << 64) - 1
 MAX_MAJOR: Final = (1 << 12) - 1
 MAX_MINOR: Final = (1 << 20) - 1
 NS_PER_S: Final = 1_000_000_000

@@ -3,16 +3,17 @@
 Ours and not the standard library's, because that one decodes names, loses nanoseconds in floats and sparse maps in
 reading, and cannot tell a truncated archive from a short one. Understood: v7, ustar, star prefixes, GNU (long names,
 base-256 numbers, old sparse files) and PAX (local and global headers, sparse 0.0, 0.1 and 1.0, both ways to write
-extended attributes). Where tools differ, GNU tar's extraction decides: a global header applies until the next one, a
-regular entry whose name ends in `/` is a directory.
+extended attributes). Where tools differ, docs/decisions/0007 decides: a global header applies until the next one, of
+several local ones before an entry the last alone, and a regular entry whose name ends in `/` is a directory.
 
-Guarantees: bounded memory whatever the archive says (extended headers up to 16 MiB, sparse maps up to 2^20 segments);
-data that the consumer leaves unread is skipped; the stream is read to its end, so that a decompressor behind it checks
-its checksum; an archive that ends inside an entry is an error that names it.
+Guarantees: bounded memory whatever the archive says (extended headers up to 16 MiB, and so what global ones add up to; sparse
+maps up to 2^20 segments); data that the consumer leaves unread is skipped; the stream is read to its end, so that a decompressor
+behind it checks its checksum; an archive that ends inside an entry is an error that names it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import zlib
@@ -22,7 +23,7 @@ from typing import BinaryIO
 from . import paxrecords
 from .errors import SourceError, UnsupportedEntry, printable
 from .model import NO_DATA, Data, Entry, Kind, NoData, Segment, normalise_segments
-from .paxrecords import Pax
+from .paxrecords import Pax, Record
 
 BLOCK = 512
 MAX_HEADER_BYTES = 16 * 1024 * 1024
@@ -157,7 +158,7 @@ class _Reader:
         self._warn = warn
         self._globals = paxrecords.NOTHING
         self._long: dict[str, bytes] = {}
-        self._local: Pax | None = None
+        self._local: list[Record] | None = None  # of the next entry's own header: the last, if there are several
 
     def entries(self) -> Iterator[tuple[Entry, Data]]:
         stream = self._stream
@@ -215,20 +216,30 @@ class _Reader:
         if kind in _GNU_LONG:
             self._long[_GNU_LONG[kind]] = body.partition(b"\0")[0]
             return
-        try:
+        with self._pax_errors():
             records = paxrecords.parse(body)
             if kind == _PAX_GLOBAL:
                 self._globals = self._globals.updated(records)
+                if self._globals.attribute_bytes() > MAX_HEADER_BYTES:
+                    raise ValueError(f"global headers with more than {MAX_HEADER_BYTES} bytes of extended attributes")
             else:
-                self._local = (self._local or paxrecords.NOTHING).updated(records)
+                self._local = records
+
+    @contextlib.contextmanager
+    def _pax_errors(self) -> Iterator[None]:
+        try:
+            yield
         except ValueError as error:
-            raise stream.error(f"a PAX header that cannot be read: {error}") from None
+            raise self._stream.error(f"a PAX header that cannot be read: {error}") from None
 
     # An entry
 
     def _read_member(self, type_flag: bytes, block: bytes) -> tuple[Entry, Data, int] | None:
         stream = self._stream
-        pax = self._globals.merged(self._local) if self._local is not None else self._globals
+        pax = self._globals
+        if self._local:
+            with self._pax_errors():
+                pax = pax.updated(self._local)
         path = self._long.get("path", _header_name(block)) if pax.path is None else pax.path
         stored = _number(stream, block[124:136], "size") if pax.size is None else pax.size
         if stored < 0:
@@ -322,12 +333,15 @@ class _Reader:
     def _sparse_1_0(self, stored: int, path: bytes) -> tuple[list[Segment], int]:
         """The map at the start of the data: a count, then offsets and lengths, each a line; padded to whole blocks."""
         text = bytearray()
+        lines = 0
         wanted = 1
-        while text.count(b"\n") < wanted:
+        while lines < wanted:
             if len(text) + BLOCK > min(stored, MAX_HEADER_BYTES):
                 raise self._stream.error("a sparse map that does not end", path)
-            text += self._stream.read_exact(BLOCK, path)
-            if wanted == 1 and b"\n" in text:
+            block = self._stream.read_exact(BLOCK, path)
+            text += block
+            lines += block.count(b"\n")
+            if wanted == 1 and lines:
                 wanted += 2 * self._decimal(bytes(text.partition(b"\n")[0]), path)
         numbers = [self._decimal(line, path) for line in bytes(text).split(b"\n")[1:wanted]]
         return list(zip(numbers[::2], numbers[1::2], strict=True)), len(text)

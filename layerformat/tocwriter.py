@@ -28,6 +28,10 @@ class _Strings:
                 raise UnsupportedEntry(text, f"the layer's names have more than {spec.MAX_STRINGS} bytes together; split the layer")
         return offset
 
+    def forget(self) -> None:
+        """Nothing more will be added."""
+        self._offsets.clear()
+
 
 class _Tables:
     """The tables under construction."""
@@ -79,15 +83,20 @@ class _Tables:
                 names[child.number] += 1
             dirents += pack(add(name), child.number, len(name), child.mode >> 12, 0)
         self.dirent_ranges.append((first, len(dirents) // spec.DIRENT.size - first))
+        directory.children = {}
 
     def pack_inodes(self) -> None:
         ranges = iter(self.dirent_ranges)
         pack, add = spec.INODE.pack, self.strings.add
-        for node, names, parent in zip(self.order, self.names, self.parents, strict=True):
+        self.order.reverse()
+        for names, parent in zip(self.names, self.parents, strict=True):
+            node = self.order.pop()
             data = count = 0
             kind = stat.S_IFMT(node.mode)
             if kind == stat.S_IFREG:
                 self.content_size += node.size
+                if self.content_size > spec.MAX_CONTENT_SIZE:
+                    raise UnsupportedEntry(b"", f"the layer's files have more than {spec.MAX_CONTENT_SIZE} bytes together, holes included")
                 if node.sparse is None:
                     data = node.data
                 else:
@@ -115,10 +124,13 @@ class _Tables:
 
 
 def build_toc(root: Directory, chunks: bytes, *, chunk_size: int, stream_size: int, chunks_end: int) -> bytes:
-    """The raw TOC of a finished tree. `chunks` is the packed chunk table."""
+    """The raw TOC of a finished tree, which is taken apart on the way: half of the memory is the tree's. `chunks` is the packed chunk
+    table.
+    """
     tables = _Tables()
     tables.number_all(root)
     tables.pack_inodes()
+    tables.strings.forget()
     parts: list[bytes | bytearray] = []
     directory: list[int] = []
     end = spec.HEADER_SIZE

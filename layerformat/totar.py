@@ -70,12 +70,12 @@ class _Exporter:
 
     def _export_above(self, path: bytes, done: set[bytes]) -> None:
         """The directories above a lower link, those that have entries."""
-        for index, byte in enumerate(path):
-            if byte == 0x2F and path[:index] not in done:
-                done.add(path[:index])
-                number = self._layer.lookup(path[:index])
+        for place in _above(path):
+            if place not in done:
+                done.add(place)
+                number = self._layer.lookup(place)
                 assert number is not None
-                self._export(path[:index], number)
+                self._export(place, number)
 
     # Entries
 
@@ -137,16 +137,26 @@ def _takes(path: bytes, target: bytes) -> bool:
     return (path + b"/").startswith(target + b"/")
 
 
+def _above(path: bytes) -> list[bytes]:
+    """The directories above a path, but for the root."""
+    return [path[:index] for index, byte in enumerate(path) if byte == 0x2F]
+
+
 def _ordered(firsts: dict[int, bytes], targets: dict[int, bytes]) -> Iterator[int]:
-    """The lower links so that each is made before what it names is replaced by another of them, or by a directory above one."""
+    """The lower links so that each is made before what it names is replaced: by another of them, there or above it, or by a directory
+    above another.
+    """
     users: dict[bytes, list[int]] = {}
     for number, target in targets.items():
         users.setdefault(target, []).append(number)
-    before: dict[int, list[int]] = {}
-    for number, path in firsts.items():
-        taken = [path[:index] for index, byte in enumerate(path) if byte == 0x2F]
-        before[number] = [user for place in taken for user in users.get(place, ())]
-        before[number] += [user for user in users.get(path, ()) if user != number]
+    made = {path: number for number, path in firsts.items()}
+    before: dict[int, list[int]] = {
+        number: [user for place in _above(path) for user in users.get(place, ())] for number, path in firsts.items()
+    }
+    for target, numbers in users.items():
+        for place in (*_above(target), target):
+            if place in made:
+                before[made[place]] += [user for user in numbers if user != made[place]]
     try:
         return iter(list(graphlib.TopologicalSorter(before).static_order()))
     except graphlib.CycleError as error:

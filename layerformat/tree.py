@@ -89,6 +89,7 @@ class LayerTree:
         self.root = Directory(None, b"")
         self.entries = 0
         self._xattrs: dict[Xattrs, Xattrs] = {(): ()}
+        self._xattr_bytes = 0  # of the different ones: what a small archive can make large
 
     def apply(self, entry: Entry) -> Node | None:
         """Applies one entry. Returns the node whose data the entry brings, or None when it brings none.
@@ -305,7 +306,15 @@ class LayerTree:
                     f"extended attribute {printable(name)} of {len(value)} bytes; at most {spec.MAX_XATTR_VALUE} are possible",
                 )
         xattrs = tuple(sorted(entry.xattrs.items()))
-        return self._xattrs.setdefault(xattrs, xattrs)
+        known = self._xattrs.setdefault(xattrs, xattrs)
+        if known is xattrs:
+            self._xattr_bytes += sum(len(name) + len(value) for name, value in xattrs)
+            if self._xattr_bytes > spec.MAX_STRINGS:
+                raise UnsupportedEntry(
+                    entry.path,
+                    f"with it the layer has more than {spec.MAX_STRINGS} bytes of extended attributes; split the layer",
+                )
+        return known
 
 
 def _checked_rdev(entry: Entry) -> int:
@@ -328,6 +337,13 @@ def split_path(path: bytes, name: bytes) -> list[bytes]:
     components = [part for part in path.split(b"/") if part not in (b"", b".")]
     if b".." in components:
         raise UnsupportedEntry(name, "a path with .. in it; it could leave the root")
-    if sum(map(len, components)) + len(components) - 1 > spec.MAX_PATH:
+    if sum(map(len, components)) + len(components) - 1 - _marker_bytes(components) > spec.MAX_PATH:
         raise UnsupportedEntry(name, f"a path of more than {spec.MAX_PATH:,} bytes")
     return components
+
+
+def _marker_bytes(components: list[bytes]) -> int:
+    """Bytes of a whiteout's path that are not of the path it speaks of."""
+    if not components or not components[-1].startswith(spec.WHITEOUT_PREFIX):
+        return 0
+    return len(spec.OPAQUE_MARKER) + 1 if components[-1] == spec.OPAQUE_MARKER else len(spec.WHITEOUT_PREFIX)

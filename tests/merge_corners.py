@@ -85,7 +85,13 @@ def is_implicit(node: File | Directory) -> bool:
 
 def is_hollow(node: File | Directory) -> bool:
     """A directory that no entry of a file or directory asks for, only whiteouts below it (or nothing any more)."""
-    return isinstance(node, Directory) and is_implicit(node) and all(map(is_hollow, node.children.values()))
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if not isinstance(node, Directory) or not is_implicit(node):
+            return False
+        pending += node.children.values()
+    return True
 
 
 # Of a stack
@@ -172,16 +178,31 @@ def models_of(stack: list[Layer]) -> list[dict[bytes, ModelRow]]:
     return [expected(layer) for layer in stack]
 
 
-def compare(wanted: dict[bytes, Row], shown: dict[bytes, Row]) -> Iterator[str]:
-    """One line per difference."""
+@attrs.frozen
+class Difference:
+    """A path that only one of the two shows (`what` is ""), or an attribute of `Row` that they do not agree on."""
+
+    path: bytes
+    what: str
+    ours: object
+    theirs: object
+
+    def __str__(self) -> str:
+        if not self.what:
+            return f"{self.path!r}: only {'they show' if self.ours is None else 'weefs shows'} it"
+        return f"{self.path!r}: {self.what}: weefs {self.ours!r:.300}, they {self.theirs!r:.300}"
+
+
+def compare(wanted: dict[bytes, Row], shown: dict[bytes, Row]) -> Iterator[Difference]:
+    """What weefs and another tool do not show alike."""
     for path in sorted(wanted.keys() | shown.keys()):
         ours, theirs = wanted.get(path), shown.get(path)
         if ours is None or theirs is None:
-            yield f"{path!r}: only {'they show' if ours is None else 'weefs shows'} it"
+            yield Difference(path, "", ours, theirs)
             continue
         for name in attrs.fields_dict(Row):
             if getattr(ours, name) != getattr(theirs, name):
-                yield f"{path!r}: {name}: weefs {getattr(ours, name)!r:.300}, they {getattr(theirs, name)!r:.300}"
+                yield Difference(path, name, getattr(ours, name), getattr(theirs, name))
 
 
 KINDS = [

@@ -7,8 +7,9 @@ that entries replace each other, and from a few awkward ones. `Member` is an ent
 such lists, base first, in which upper layers hide, replace, link to and change the type of what lower layers hold.
 
 Knobs: `extractable` keeps to what GNU tar can extract onto a file system as root without failing (no file over a full
-directory, times and ids that a file system holds); `whiteouts` and `lower` bring in what only makes sense above other
-layers.
+directory, times and ids that a file system holds); `one_spelling` to paths that GNU tar knows again: it sets a directory's
+time when it sees an entry that is not spelled as one below it; `whiteouts` and `lower` bring in what only makes sense above
+other layers.
 """
 
 from __future__ import annotations
@@ -200,8 +201,10 @@ def _places(draw: st.DrawFn, sketch: _Sketch) -> tuple[bytes, bytes]:
     return spelled, parent
 
 
-def _spellings(path: bytes, *, directory: bool) -> st.SearchStrategy[bytes]:
-    """The ways in which archives write one path."""
+def _spellings(path: bytes, *, directory: bool, one: bool = False) -> st.SearchStrategy[bytes]:
+    """The ways in which archives write one path; `one`: those that begin with it."""
+    if one:
+        return st.sampled_from([path, path + b"/"] if directory else [path])
     ways = [
         path,
         path,
@@ -231,7 +234,7 @@ _NODE_KINDS = [
 
 
 @st.composite
-def _nodes(draw: st.DrawFn, sketch: _Sketch, *, extractable: bool) -> Member | None:
+def _nodes(draw: st.DrawFn, sketch: _Sketch, *, extractable: bool, one_spelling: bool) -> Member | None:
     spelled, parent = draw(_places(sketch))
     kind = draw(st.sampled_from(_NODE_KINDS))
     name = draw(names())
@@ -250,7 +253,7 @@ def _nodes(draw: st.DrawFn, sketch: _Sketch, *, extractable: bool) -> Member | N
     if to_directory and not (target + b"/").startswith(path + b"/"):
         sketch.links[path] = target
     entry = Entry(
-        path=draw(_spellings(_join(spelled, name), directory=directory)),
+        path=draw(_spellings(_join(spelled, name), directory=directory, one=one_spelling)),
         kind=kind,
         mode=draw(modes()),
         uid=draw(ids()),
@@ -272,7 +275,9 @@ def _nodes(draw: st.DrawFn, sketch: _Sketch, *, extractable: bool) -> Member | N
 
 
 @st.composite
-def _hard_links(draw: st.DrawFn, sketch: _Sketch, lower: list[bytes], *, extractable: bool) -> Member | None:
+def _hard_links(
+    draw: st.DrawFn, sketch: _Sketch, lower: list[bytes], *, extractable: bool, one_spelling: bool
+) -> Member | None:
     targets = sorted(sketch.others) + lower
     if not targets:
         return None
@@ -291,7 +296,7 @@ def _hard_links(draw: st.DrawFn, sketch: _Sketch, lower: list[bytes], *, extract
     sketch.put(path, directory=False)
     return Member(
         Entry(
-            path=draw(_spellings(_join(spelled, name), directory=False)),
+            path=draw(_spellings(_join(spelled, name), directory=False, one=one_spelling)),
             kind=Kind.HARD_LINK,
             target=draw(_spellings(target, directory=False)),
         )
@@ -322,6 +327,7 @@ def layers(
     draw: st.DrawFn,
     *,
     extractable: bool = False,
+    one_spelling: bool = False,
     whiteouts: bool = True,
     lower: Iterable[bytes] = (),
     max_entries: int = 14,
@@ -352,9 +358,9 @@ def layers(
         elif choice == 1 and whiteouts:
             member = draw(_whiteouts(sketch, lower_paths))
         elif choice in (2, 3):
-            member = draw(_hard_links(sketch, lower_paths, extractable=extractable))
+            member = draw(_hard_links(sketch, lower_paths, extractable=extractable, one_spelling=one_spelling))
         else:
-            member = draw(_nodes(sketch, extractable=extractable))
+            member = draw(_nodes(sketch, extractable=extractable, one_spelling=one_spelling))
         if member is not None:
             members.append(member)
     return members

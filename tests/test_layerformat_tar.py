@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import zstandard
 from attrs import evolve
+from raw_tars import END, header, padded, pax
 from strategies import Member, encode_layer, make_content, write_pax
 
 from layerformat import Entry, Kind, Layer, LayerTree, SourceError, TarWriter, UnsupportedEntry, convert, encode, open_source, read_tar
@@ -22,42 +23,6 @@ from layerformat.tree import Directory
 
 def read_all(archive: bytes) -> list[tuple[Entry, bytes]]:
     return [(entry, data.read(entry.data_size)) for entry, data in read_tar(io.BytesIO(archive))]
-
-
-def header(name: bytes, kind: bytes = b"0", *, size: int | bytes = 0, **fields: bytes) -> bytes:
-    """A POSIX header by hand; `fields` replace raw fields."""
-    values = {
-        "name": name.ljust(100, b"\0"),
-        "mode": b"0000644\0",
-        "uid": b"0000000\0",
-        "gid": b"0000000\0",
-        "size": size if isinstance(size, bytes) else b"%011o\0" % size,
-        "mtime": b"%011o\0" % 0,
-        "checksum": b" " * 8,
-        "kind": kind,
-        "target": bytes(100),
-        "magic": b"ustar\x0000",
-        "rest": bytes(247),
-    } | fields
-    block = b"".join(values.values())
-    assert len(block) == 512
-    return block[:148] + b"%06o\0 " % sum(block) + block[156:]
-
-
-def padded(data: bytes) -> bytes:
-    return data + bytes(-len(data) % 512)
-
-
-def pax(*records: tuple[bytes, bytes], kind: bytes = b"x") -> bytes:
-    body = b""
-    for key, value in records:
-        length = len(key) + len(value) + 3
-        digits = next(count for count in range(1, 9) if len(str(length + count)) == count)
-        body += b"%d %s=%s\n" % (length + digits, key, value)
-    return header(b"pax", kind, size=len(body)) + padded(body)
-
-
-END = bytes(1024)
 
 
 @pytest.fixture
@@ -113,9 +78,8 @@ def test_gnu_tar_archives_equal_the_directory(sparse_tree: Path, options: list[s
 
 def test_ustar_prefix_and_old_headers() -> None:
     prefix = b"p" * 150
-    rest = bytes(88) + prefix.ljust(155, b"\0") + bytes(4)
     old = header(b"old/", b"\0", magic=bytes(8))
-    entries = read_all(header(b"name", rest=rest[:80] + rest[88:] + bytes(8)) + old + END)
+    entries = read_all(header(b"name", rest=prefix.ljust(155, b"\0") + bytes(12)) + old + END)
     assert entries[0][0].path == prefix + b"/name"
     assert (entries[1][0].path, entries[1][0].kind) == (b"old/", Kind.DIRECTORY)
 

@@ -71,7 +71,7 @@ def differences(ours: dict[bytes, Row], theirs: dict[bytes, Row], unpacked: Unpa
             assert other.nlink > mine.nlink
             other = attrs.evolve(other, nlink=mine.nlink, group=mine.group)
         ours[path], theirs[path] = mine, other
-    return list(compare(ours, theirs))
+    return [str(difference) for difference in compare(ours, theirs)]
 
 
 LINKS_OVER_LAYERS = [

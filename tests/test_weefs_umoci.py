@@ -7,12 +7,7 @@ compared too: what weefs refuses, umoci must refuse, but for the one case that i
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import tempfile
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import attrs
 import pytest
@@ -36,8 +31,8 @@ from merge_corners import (
     whiteout,
     without_attributes,
 )
-from oci_image import write_image
 from strategies import DIALECTS, Layer, dialects, layer_stacks, write_pax
+from unpacked_layers import Unpacked, umoci
 from weefs_harness import MountedCore, Row, mounted_core, open_layers, tree_rows
 
 from weefs.core import CoreError
@@ -56,34 +51,6 @@ def mounted() -> Iterator[MountedCore]:
         yield mounted
 
 
-@attrs.frozen
-class Unpacked:
-    """What umoci left, or why it did not; the directories that it touched have a time of this span."""
-
-    rows: dict[bytes, Row]
-    error: str
-    began_ns: int
-    ended_ns: int
-
-    def touched(self, row: Row) -> bool:
-        return self.began_ns <= row.mtime_ns <= self.ended_ns
-
-
-def umoci(tars: list[bytes]) -> Unpacked:
-    directory = Path(tempfile.mkdtemp(prefix="weefs-umoci-"))
-    try:
-        image = write_image(directory / "image", tars)
-        began_ns = time.time_ns() - 20_000_000  # the kernel's clock for files is coarse
-        command = ["umoci", "raw", "unpack", "--image", image, str(directory / "rootfs")]
-        done = subprocess.run(command, capture_output=True)
-        ended_ns = time.time_ns()
-        if done.returncode:
-            return Unpacked({}, done.stderr.decode(errors="replace").strip(), began_ns, ended_ns)
-        return Unpacked(tree_rows(directory / "rootfs"), "", began_ns, ended_ns)
-    finally:
-        shutil.rmtree(directory)
-
-
 def as_go_reads(row: Row) -> Row:
     """Go's PAX reader drops records without a value, and GNU tar's escapes in names stay as they are."""
     xattrs = [(name.replace(b"%", b"%25").replace(b"=", b"%3D"), value) for name, value in row.xattrs if value]
@@ -95,7 +62,8 @@ def differences(shown: dict[bytes, Row], view: View, unpacked: Unpacked, removed
     ours, theirs = dict(shown), dict(unpacked.rows)
     for path, node in view.walk():
         if is_hollow(node) and (path not in theirs or theirs[path].mode >> 12 != 4):
-            ours.pop(path)  # umoci makes no directory for the sake of a whiteout
+            ours.pop(path)  # umoci makes no directory for the sake of a whiteout, and leaves the file that is there
+            theirs |= without_name(theirs, path)
             theirs.pop(path, None)
     for path, node in view.walk():
         if path not in ours or path not in theirs:
@@ -109,7 +77,14 @@ def differences(shown: dict[bytes, Row], view: View, unpacked: Unpacked, removed
             ours[path], theirs[path] = without_attributes(ours[path]), without_attributes(theirs[path])
         elif unpacked.touched(theirs[path]):  # it made a missing directory in it, and left the time so
             theirs[path] = attrs.evolve(theirs[path], mtime_ns=ours[path].mtime_ns)
-    return list(compare(ours, theirs))
+    return [str(difference) for difference in compare(ours, theirs)]
+
+
+def without_name(rows: dict[bytes, Row], path: bytes) -> dict[bytes, Row]:
+    """The other names of a file as they are without this one."""
+    others = tuple(name for name in rows[path].group if name != path) if path in rows else ()
+    group = others if len(others) > 1 else ()
+    return {name: attrs.evolve(rows[name], nlink=rows[name].nlink - 1, group=group) for name in others}
 
 
 def umoci_guesses(refusal: str, stack: list[Layer], blobs: list[bytes]) -> bool:

@@ -4,6 +4,9 @@ The extractor starts from what the second opinion says of a layer (layer_model.p
 encoder. A whiteout is a character device 0:0, an opaque directory has `trusted.overlay.opaque=y`. A lower link is a
 real hard link into the directory of the layer that has the file: they are on one filesystem, and to overlayfs the two
 names are then one file.
+
+And layers unpacked by other tools, for archives that no model speaks for: by umoci, all into one directory, and by GNU tar, each into
+one of its own that becomes a layer of an overlay.
 """
 
 from __future__ import annotations
@@ -11,15 +14,19 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import attrs
 from layer_model import Row as ModelRow
 from merge_corners import converted, models_of
+from oci_image import ImageSpec, write_image
 from strategies import Layer, write_pax
-from weefs_harness import open_layers
+from weefs_harness import Row, open_layers, tree_rows
 
 from envlet import overlay, syscalls
 from weefs.merge import Directory, File, View
@@ -122,18 +129,123 @@ def kernel_view(stack: list[Layer], *, whiteouts_anywhere: bool = False) -> Iter
 
     whiteouts_anywhere  makes whiteouts also where there is no directory below that could have the name.
     """
-    directory = Path(tempfile.mkdtemp(prefix="weefs-layers-"))
-    target = directory / "mnt"
-    try:
+    with _directory() as directory:
         unpacked = UnpackedStack(directory, stack, whiteouts_anywhere)
-        empty = directory / "empty"
-        empty.mkdir()
-        lowers = [*unpacked.roots[::-1], empty]  # overlayfs wants two lower directories when there is no upper one
-        target.mkdir()
-        syscalls.mount("overlay", str(target), "overlay", syscalls.MS_RDONLY, "lowerdir=" + ":".join(map(str, lowers)))
-        try:
+        with _overlay(directory, unpacked.roots) as target:
             yield unpacked, target
-        finally:
-            syscalls.umount(str(target))
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="weefs-layers-"))
+    try:
+        yield directory
     finally:
-        shutil.rmtree(directory)
+        subprocess.run(["rm", "-rf", "--", directory], check=True)  # shutil's is recursive, and paths are as deep as they can be
+
+
+@contextmanager
+def _overlay(directory: Path, roots: list[Path]) -> Iterator[Path]:
+    """A read-only overlay over `roots`, base first; the mount and what it needs lie in `directory`."""
+    target, empty = directory / "mnt", directory / "empty"
+    target.mkdir()
+    empty.mkdir()
+    lowers = [*roots[::-1], empty]  # overlayfs wants two lower directories when there is no upper one
+    syscalls.mount("overlay", str(target), "overlay", syscalls.MS_RDONLY, "lowerdir=" + ":".join(map(str, lowers)))
+    try:
+        yield target
+    finally:
+        syscalls.umount(str(target))
+
+
+# By other tools
+
+
+@attrs.frozen
+class Unpacked:
+    """What a tool left, or why it did not; the directories that it touched have a time of this span."""
+
+    rows: dict[bytes, Row]
+    error: str
+    began_ns: int
+    ended_ns: int
+
+    def touched(self, row: Row) -> bool:
+        return self.began_ns <= row.mtime_ns <= self.ended_ns
+
+
+def _began_ns() -> int:
+    return time.time_ns() - 20_000_000  # the kernel's clock for files is coarse
+
+
+def umoci(tars: Sequence[bytes]) -> Unpacked:
+    """What `umoci unpack` makes of an image of these archives, base first."""
+    return umoci_image(ImageSpec(tars, kinds=[""] * len(tars)))
+
+
+def umoci_image(spec: ImageSpec) -> Unpacked:
+    """The same of any image."""
+    with _directory() as directory:
+        image = write_image(directory / "image", spec)
+        began_ns = _began_ns()
+        command = ["umoci", "raw", "unpack", "--image", image, str(directory / "rootfs")]
+        done = subprocess.run(command, capture_output=True)
+        ended_ns = time.time_ns()
+        error = done.stderr.decode(errors="replace").strip() if done.returncode else ""
+        return Unpacked({} if error else tree_rows(directory / "rootfs"), error, began_ns, ended_ns)
+
+
+def kernel(tars: Sequence[bytes]) -> Unpacked:
+    """What overlayfs shows over directories into which GNU tar extracted these archives, base first, one each."""
+    with _directory() as directory:
+        began_ns = _began_ns()
+        roots: list[Path] = []
+        for index, tar in enumerate(tars):
+            root = directory / str(index)
+            root.mkdir()
+            command = ["tar", "-x", "-p", "--same-owner", "--numeric-owner", "--xattrs", "--xattrs-include=*", "-C", str(root), "-f", "-"]
+            done = subprocess.run(command, input=tar, capture_output=True, env={**os.environ, "LC_ALL": "C"})
+            if done.returncode:
+                return Unpacked({}, done.stderr.decode(errors="replace").strip(), began_ns, time.time_ns())
+            _convert_whiteouts(root, roots)
+            roots.append(root)
+        with _overlay(directory, roots) as target:
+            return Unpacked(tree_rows(target), "", began_ns, time.time_ns())
+
+
+def _convert_whiteouts(root: Path, lowers: list[Path]) -> None:
+    """Puts overlayfs' own marks in the place of the specification's; the directories keep their times."""
+    opaque: set[bytes] = set()
+    pending = [os.fsencode(root)]
+    while pending:
+        parent = pending.pop()
+        status, names = os.lstat(parent), os.listdir(parent)
+        if b".wh..wh..opq" in names or os.path.dirname(parent) in opaque:
+            opaque.add(parent)
+        for name in [name for name in names if name.startswith(b".wh.")]:
+            full = os.path.join(parent, name)
+            hidden = os.path.join(parent, name[4:])
+            if _is_directory(full):
+                shutil.rmtree(full)
+            else:
+                os.unlink(full)
+            if name == b".wh..wh..opq":
+                os.setxattr(parent, overlay.OPAQUE_XATTR, b"y")
+            elif name.startswith(b".wh..wh."):
+                continue
+            elif _is_directory(hidden):
+                os.setxattr(hidden, overlay.OPAQUE_XATTR, b"y")
+                opaque.add(hidden)
+            elif not os.path.lexists(hidden) and parent not in opaque and _is_below(os.path.relpath(parent, os.fsencode(root)), lowers):
+                os.mknod(hidden, stat.S_IFCHR, os.makedev(0, 0))
+        pending += filter(_is_directory, (os.path.join(parent, name) for name in names))
+        os.utime(parent, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _is_directory(path: bytes) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
+
+
+def _is_below(path: bytes, lowers: list[Path]) -> bool:
+    """Whether a lower layer has this directory; elsewhere overlayfs lists whiteouts that cannot be looked up."""
+    return any(_is_directory(os.path.join(os.fsencode(lower), path)) for lower in lowers)

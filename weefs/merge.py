@@ -79,7 +79,7 @@ class View:
                 before(self, index)
             self._resolve_lower_links(index)
             self._apply(index, 0, self.root)
-        self._count_names(self.root)
+        self._count_names()
 
     # ---- walking ----
 
@@ -106,12 +106,10 @@ class View:
         except LookupError:
             return None
 
-    def _count_names(self, directory: Directory) -> None:
-        for child in directory.children.values():
-            if isinstance(child, Directory):
-                self._count_names(child)
-            else:
-                child.names += 1
+    def _count_names(self) -> None:
+        for _, node in self.walk():
+            if isinstance(node, File):
+                node.names += 1
 
     # ---- building ----
 
@@ -127,17 +125,33 @@ class View:
 
     def _copy(self, layer: int, number: int, parent: Directory | None) -> Directory:
         """A directory as one layer has it, with everything below."""
-        directory = Directory(layer, number, self.layers[layer].inode(number), parent)
-        for dirent in self.layers[layer].listdir(number):
-            if dirent.inode is None:
-                continue
-            is_directory = self.layers[layer].inode(dirent.inode).is_directory
-            directory.children[dirent.name] = (
-                self._copy(layer, dirent.inode, directory) if is_directory else self._file(layer, dirent.inode)
-            )
-        return directory
+        top = Directory(layer, number, self.layers[layer].inode(number), parent)
+        pending = [top]
+        while pending:
+            directory = pending.pop()
+            for dirent in self.layers[layer].listdir(directory.number):
+                if dirent.inode is None:
+                    continue
+                inode = self.layers[layer].inode(dirent.inode)
+                if inode.is_directory:
+                    pending.append(Directory(layer, dirent.inode, inode, directory))
+                    directory.children[dirent.name] = pending[-1]
+                else:
+                    directory.children[dirent.name] = self._file(layer, dirent.inode)
+        return top
 
     def _apply(self, layer: int, number: int, target: Directory) -> None:
+        """Merges a directory of a layer, and what is below it, into `target`. Not recursive: a path can have 2,048 levels."""
+        steps = [self._merges(layer, number, target)]
+        while steps:
+            below = next(steps[-1], None)
+            if below is None:
+                steps.pop()
+            else:
+                steps.append(self._merges(layer, *below))
+
+    def _merges(self, layer: int, number: int, target: Directory) -> Iterator[tuple[int, Directory]]:
+        """Merges one directory; yields the directories below it that are to be merged, when they are to be."""
         inode = self.layers[layer].inode(number)
         if not inode.flags & IMPLICIT:
             target.layer, target.number, target.inode = layer, number, inode
@@ -149,7 +163,7 @@ class View:
             if dirent.inode is not None and self.layers[layer].inode(dirent.inode).is_directory and dirent.name in target.children:
                 below = self._below(layer, dirent.inode, dirent.name, target)
                 if below is not None:
-                    self._apply(layer, dirent.inode, below)
+                    yield dirent.inode, below
                     merged.add(dirent.name)
         for dirent in dirents:
             if dirent.name in merged:
