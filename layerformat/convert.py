@@ -17,6 +17,7 @@ from .encoder import DEFAULT_LEVEL, EncodeReport, encode
 from .errors import SourceError
 from .recipe import RecipeReport, RecipeWriter
 from .sources import open_source
+from .tree import DEFAULT_MAX_ENTRIES
 
 
 @frozen
@@ -58,6 +59,7 @@ def convert(
     level: int = DEFAULT_LEVEL,
     chunk_size: int = spec.DEFAULT_CHUNK_SIZE,
     upper: bool = False,
+    max_entries: int = DEFAULT_MAX_ENTRIES,
     recipe: str | os.PathLike[str] | None = None,
     diff_id: bool = False,
     progress: Callable[[Progress], None] | None = None,
@@ -88,6 +90,7 @@ def convert(
             jobs=jobs,
             level=level,
             chunk_size=chunk_size,
+            max_entries=max_entries,
             recipe=writer,
             progress=report,
         )

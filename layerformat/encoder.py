@@ -30,7 +30,7 @@ from .model import Data, Entry
 from .recipe import RecipeWriter
 from .storedtoc import store_toc
 from .tocwriter import build_footer, build_toc
-from .tree import LayerTree
+from .tree import DEFAULT_MAX_ENTRIES, LayerTree
 
 ENCODER = "weenv-2"
 """Changes when other bytes are made of the same source and parameters."""
@@ -189,6 +189,7 @@ def encode(
     jobs: int = 1,
     level: int = DEFAULT_LEVEL,
     chunk_size: int = spec.DEFAULT_CHUNK_SIZE,
+    max_entries: int = DEFAULT_MAX_ENTRIES,
     recipe: RecipeWriter | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> EncodeReport:
@@ -197,6 +198,7 @@ def encode(
     jobs        threads that compress, beside the caller's, which reads and writes
     level       zstd level of small files' chunks, 1 to 19; those of large files are compressed three levels below it
     chunk_size  bytes, a multiple of 4,096 up to 16 MiB
+    max_entries refuses a source with more: an entry takes about 0.6 kB of memory until the end
     recipe      is told where each file's contents are; the caller finishes it
     progress    called with the entries applied and the bytes written, after each batch
 
@@ -207,7 +209,7 @@ def encode(
         raise ValueError(f"jobs: expected at least 1, received {jobs}")
     if not 1 <= level <= MAX_LEVEL:
         raise ValueError(f"level: expected 1 to {MAX_LEVEL}, received {level}")
-    tree = LayerTree()
+    tree = LayerTree(max_entries)
     writer = _BlobWriter(dst)
 
     def written() -> None:

@@ -148,6 +148,8 @@ def build_toc(root: Directory, chunks: bytes, *, chunk_size: int, stream_size: i
         parts.append(bytes(start - end))
         parts.append(table)
         end = start + len(table)
+    if end > spec.MAX_TOC_RAW_SIZE:
+        raise UnsupportedEntry(b"", f"the layer's metadata has more than {spec.MAX_TOC_RAW_SIZE} bytes; split the layer")
     header = spec.HEADER.pack(
         spec.TOC_MAGIC, spec.VERSION, spec.HEADER_SIZE, 0, 0, end, stream_size, tables.content_size, chunks_end, chunk_size, 0,
         *directory, b"",

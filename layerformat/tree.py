@@ -19,6 +19,7 @@ from .errors import UnsupportedEntry, printable
 from .model import Entry, Kind
 
 MAX_SYMLINK_HOPS = 40  # as Linux
+DEFAULT_MAX_ENTRIES = 4_000_000
 
 Xattrs = tuple[tuple[bytes, bytes], ...]
 
@@ -83,9 +84,13 @@ class Directory(Node):
 
 
 class LayerTree:
-    """Applies entries in order. `root` is the result so far; `entries` counts what was applied."""
+    """Applies entries in order. `root` is the result so far; `entries` counts what was applied.
 
-    def __init__(self) -> None:
+    max_entries  how many are applied; each takes about 0.6 kB of memory here
+    """
+
+    def __init__(self, max_entries: int = DEFAULT_MAX_ENTRIES) -> None:
+        self._max_entries = max_entries
         self.root = Directory(None, b"")
         self.entries = 0
         self._xattrs: dict[Xattrs, Xattrs] = {(): ()}
@@ -97,6 +102,8 @@ class LayerTree:
         UnsupportedEntry names what a layer cannot say.
         """
         self.entries += 1
+        if self.entries > self._max_entries:
+            raise UnsupportedEntry(entry.path, f"the source has more than {self._max_entries:,} entries; allow more with --max-entries")
         components = split_path(entry.path, entry.path)
         if not components:
             if entry.kind is not Kind.DIRECTORY:

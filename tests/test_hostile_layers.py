@@ -31,7 +31,20 @@ from strategies import write_pax as tar_of
 from test_weefs_toc import agree, c_accepts, python_accepts, raw_toc
 from weefs_harness import MountedCore, mounted_core, open_layers, tree_rows
 
-from layerformat import Entry, Kind, LayerTree, SourceError, Toc, UnsupportedEntry, convert, export_tar, read_tar, restore_toc, spec
+from layerformat import (
+    Entry,
+    Kind,
+    LayerTree,
+    SourceError,
+    Toc,
+    UnsupportedEntry,
+    convert,
+    encode,
+    export_tar,
+    read_tar,
+    restore_toc,
+    spec,
+)
 from layerformat import Layer as LayerFile
 from layerformat.storedtoc import store_toc
 from weefs.core import CoreError
@@ -189,6 +202,22 @@ def test_attributes_are_refused_before_they_fill_the_memory(monkeypatch: pytest.
         tree.apply(file(b"%d" % number, xattrs={b"user.%d" % number: bytes(1000)}).entry)
     with pytest.raises(UnsupportedEntry, match="more than 10000 bytes of extended attributes"):
         tree.apply(file(b"last", xattrs={b"user.last": bytes(1000)}).entry)
+
+
+def test_more_entries_than_allowed_are_refused_by_name() -> None:
+    """Also when each replaces the one before: what is bounded is the work, too."""
+    tree = LayerTree(max_entries=10)
+    for number in range(10):
+        tree.apply(Entry(path=b"f%d" % (number // 2), kind=Kind.REGULAR))
+    with pytest.raises(UnsupportedEntry, match="more than 10 entries"):
+        tree.apply(Entry(path=b"f", kind=Kind.REGULAR))
+
+
+def test_a_toc_that_no_reader_takes_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "MAX_TOC_RAW_SIZE", 1000)
+    members = [Entry(path=b"%d" % number, kind=Kind.FIFO) for number in range(20)]
+    with pytest.raises(UnsupportedEntry, match="metadata has more than 1000 bytes"):
+        encode(((entry, io.BytesIO()) for entry in members), io.BytesIO())
 
 
 def test_a_long_sparse_map_is_read_once() -> None:

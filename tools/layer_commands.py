@@ -29,6 +29,9 @@ def register(commands: Any) -> None:
     convert.add_argument("dst", metavar="DST")
     convert.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="workers (default: the cores)")
     convert.add_argument("--level", type=int, default=7, metavar="L", help="of zstd, 1 to 19 (default 7)")
+    convert.add_argument(
+        "--max-entries", type=int, default=4_000_000, metavar="N", help="refuse a source with more (default 4,000,000)"
+    )
     convert.add_argument("--recipe", metavar="FILE", help="also write what `totar --recipe` needs to give the tar back byte for byte")
     convert.add_argument(
         "--chunk-size",
@@ -113,6 +116,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
             jobs=arguments.jobs,
             level=arguments.level,
             chunk_size=chunk_size,
+            max_entries=arguments.max_entries,
             recipe=arguments.recipe,
             progress=progress,
         )
