@@ -7,28 +7,46 @@ memory is one task and the ids seen so far.
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
+import attrs
 import msgspec
 from msgspec import Meta
 
 VERSION = 1
-MAX_LINE_BYTES = 16 << 20
-"""Of one task, as of one message to the daemon."""
+MAX_LINE_BYTES = 32 << 20
 MAX_COMMAND_BYTES = 131_000
 """Of one init command in shell words: what one argument of a program may hold, with some room."""
 
-PinnedReference = Annotated[str, Meta(pattern=r"\A[^\x00-\x1f]+@sha256:[0-9a-f]{64}\Z", max_length=1024)]
-TaskId = Annotated[str, Meta(pattern=r"\A[!-~]{1,256}\Z")]
-ObjectId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{40}\Z")]
-Argument = Annotated[str, Meta(pattern=r"\A[^\x00]*\Z")]
-Argv = Annotated[tuple[Argument, ...], Meta(min_length=1, max_length=4096)]
+Argv = Annotated[tuple[str, ...], Meta(min_length=1, max_length=4096)]
 Commands = Annotated[tuple[Argv, ...], Meta(max_length=256)]
 
 S = TypeVar("S", bound=msgspec.Struct)
+
+
+@attrs.frozen
+class Form:
+    """What a string must look like, for a machine and in words."""
+
+    pattern: re.Pattern[str]
+    words: str
+
+    def check(self, field: str, *values: str | None) -> None:
+        """ValueError for the first that does not; None is none to look at."""
+        for value in values:
+            if value is not None and not self.pattern.fullmatch(value):
+                raise ValueError(f"{field}: expected {self.words}, received {value[:100]!r}")
+
+
+PINNED = Form(re.compile(r"[^\x00-\x1f]{1,900}@sha256:[0-9a-f]{64}"), "REF@sha256:… with 64 hexadecimal digits")
+TASK_ID = Form(re.compile(r"[!-~]{1,256}"), "1 to 256 characters of ASCII without spaces")
+OBJECT_ID = Form(re.compile(r"[0-9a-f]{40}"), "a whole name of git, 40 hexadecimal digits")
+HEX_SHA256 = Form(re.compile(r"[0-9a-f]{64}"), "64 hexadecimal digits")
+WITHOUT_NUL = Form(re.compile(r"[^\0]*"), "text without NUL")
 
 
 class CatalogError(Exception):
@@ -50,16 +68,25 @@ class Header(_Line, frozen=True, kw_only=True):
 
     catalog: int
     tasks: Annotated[int, Meta(ge=0)]
-    tasks_sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-    harnesses: dict[str, PinnedReference] = {}
+    tasks_sha256: str
+    harnesses: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        HEX_SHA256.check("tasks_sha256", self.tasks_sha256)
+        PINNED.check("harnesses", *self.harnesses.values())
 
 
 class Groups(_Line, frozen=True, kw_only=True):
     """A task's groups by role. `base`: the lowest first. No evaluator: the evaluation brings its files itself."""
 
-    base: Annotated[tuple[PinnedReference, ...], Meta(min_length=1, max_length=62)]
-    task: PinnedReference
-    evaluator: PinnedReference | None = None
+    base: Annotated[tuple[str, ...], Meta(min_length=1, max_length=64)]
+    task: str
+    evaluator: str | None = None
+
+    def __post_init__(self) -> None:
+        PINNED.check("base", *self.base)
+        PINNED.check("task", self.task)
+        PINNED.check("evaluator", self.evaluator)
 
 
 class Evaluation(_Line, frozen=True, kw_only=True):
@@ -69,6 +96,10 @@ class Evaluation(_Line, frozen=True, kw_only=True):
 
     command: Argv
     init: Commands = ()
+
+    def __post_init__(self) -> None:
+        WITHOUT_NUL.check("command", *self.command)
+        WITHOUT_NUL.check("init", *_words(self.init))
 
     def init_commands(self) -> list[str]:
         """`init` as the daemon takes it: shell commands."""
@@ -84,14 +115,20 @@ class Task(_Line, frozen=True, kw_only=True):
     metadata  of the data set, as it was
     """
 
-    id: TaskId
+    id: str
     repository: str
-    commit: ObjectId
+    commit: str
     groups: Groups
     init: Commands
     eval: Evaluation
-    tree: ObjectId | None = None
+    tree: str | None = None
     metadata: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        TASK_ID.check("id", self.id)
+        OBJECT_ID.check("commit", self.commit)
+        OBJECT_ID.check("tree", self.tree)
+        WITHOUT_NUL.check("init", *_words(self.init))
 
     def init_commands(self) -> list[str]:
         """`init` as the daemon takes it: shell commands."""
@@ -104,6 +141,11 @@ class Task(_Line, frozen=True, kw_only=True):
     def evaluation_plan(self) -> list[str]:
         """The groups of an environment to judge in, the lowest first."""
         return self.execution_plan(*([self.groups.evaluator] if self.groups.evaluator is not None else []))
+
+
+def _words(commands: Iterable[Iterable[str]]) -> Iterator[str]:
+    for argv in commands:
+        yield from argv
 
 
 def read_header(path: Path) -> Header:
@@ -133,18 +175,18 @@ def encode_line(value: Header | Task) -> bytes:
     return msgspec.json.encode(value) + b"\n"
 
 
-def numbered_lines(file: BinaryIO, start: int = 1) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(file: BinaryIO, limit_bytes: int = MAX_LINE_BYTES, start: int = 1) -> Iterator[tuple[int, bytes]]:
     """Lines with their numbers. One that is too long comes cut, one byte longer than allowed, and ends the reading."""
-    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start):
+    for number, line in enumerate(iter(lambda: file.readline(limit_bytes + 1), b""), start):
         yield number, line
-        if len(line) > MAX_LINE_BYTES:
+        if len(line) > limit_bytes:
             return
 
 
-def decode_line(line: bytes, kind: type[S]) -> S:
+def decode_line(line: bytes, kind: type[S], limit_bytes: int = MAX_LINE_BYTES) -> S:
     """A JSON object as a value. ValueError says which field is wrong, what was expected and what was received."""
-    if len(line) > MAX_LINE_BYTES:
-        raise ValueError(f"expected at most {MAX_LINE_BYTES} bytes, received more")
+    if len(line) > limit_bytes:
+        raise ValueError(f"expected at most {limit_bytes} bytes, received more; what comes after it is not read")
     if not line.strip():
         raise ValueError("expected a JSON object, received an empty line")
     try:
@@ -176,13 +218,3 @@ def _decoded(line: bytes, kind: type[S], path: Path, number: int) -> S:
         return decode_line(line, kind)
     except ValueError as error:
         raise CatalogError(f"{path}: line {number}: {error}") from error
-
-
-def distinct_groups(header: Header, tasks: Sequence[Groups]) -> dict[str, set[str]]:
-    """The groups that a catalog needs, by role."""
-    return {
-        "base": {reference for groups in tasks for reference in groups.base},
-        "task": {groups.task for groups in tasks},
-        "harness": set(header.harnesses.values()),
-        "evaluator": {groups.evaluator for groups in tasks if groups.evaluator is not None},
-    }

@@ -76,7 +76,7 @@ class _FileData:
         self._reader = reader
         self._descriptor = descriptor
         self._name = name
-        self._segments = segments[::-1]
+        self._segments = [segment for segment in reversed(segments) if segment[1]]  # an empty file has one of no bytes
 
     def read(self, size: int, /) -> bytes:
         parts: list[bytes] = []

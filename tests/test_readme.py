@@ -32,7 +32,7 @@ def test_make_demo(demo: str) -> None:
     assert not [line for line in Path("/proc/mounts").read_text().splitlines() if "weenv-demo" in line]
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/packaging.md", "docs/recipes.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/packaging.md", "docs/recipes.md", "docs/catalog.md"])
 def test_the_tour_shows_what_happens(demo: str, tmp_path: Path, document: str) -> None:
     assert (ROOT / "build/demo/base").is_dir()
     text = (ROOT / document).read_text()

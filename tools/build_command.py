@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -15,7 +16,7 @@ from tools.node_commands import add_socket
 if TYPE_CHECKING:
     from registry import Group, GroupConfig
     from tools.recipes.environment import Place
-    from tools.recipes.files import IsDirectory
+    from tools.recipes.files import IsDirectory, Tree
     from tools.recipes.keys import CacheMode
     from tools.recipes.recipe import Recipe
 
@@ -58,10 +59,20 @@ class _Build:
     jobs: int
 
 
+@frozen
+class Built:
+    """A group that was built, or was there: its pinned reference, which cache was asked, and the seconds of the steps that ran."""
+
+    reference: str
+    built: bool
+    cache: CacheMode
+    steps_wall_s: tuple[float, ...] = ()
+
+
 def run(arguments: argparse.Namespace) -> int:
     from registry.group import parse_target
     from tools.recipes.environment import Place
-    from tools.recipes.keys import build_keys, check_mode, default_mode, keys_text
+    from tools.recipes.keys import check_mode, default_mode
     from tools.recipes.recipe import load_recipe
 
     publishing.check_jobs(arguments.jobs)
@@ -70,18 +81,38 @@ def run(arguments: argparse.Namespace) -> int:
     mode: CacheMode = arguments.cache or default_mode(recipe)
     check_mode(mode, recipe)
     directory = arguments.recipe.parent
+    place = Place(settings.socket_path(arguments.socket), arguments.cpu, arguments.memory)
     with exits.terminable():
-        base = _resolve_base(recipe, directory)
-        keys = build_keys(recipe, directory, [group.digest for group in base])
-        earlier = None if mode == "scratch" else _find_earlier(arguments.to, mode, keys)
-        if earlier is not None:
-            output.say(f"{earlier}: {_SAME[mode]} as when it was built; nothing is run")
-            return _print(arguments, {"reference": earlier, "built": False, "cache": mode})
-        build = _Build(recipe, directory, arguments.to, base, keys_text(keys), arguments.jobs)
-        place = Place(settings.socket_path(arguments.socket), arguments.cpu, arguments.memory)
-        with tempfile.TemporaryDirectory(prefix="weenv-build-") as scratch:
-            reference, steps = _build(build, place, Path(scratch))
-    return _print(arguments, {"reference": reference, "built": True, "cache": mode, "steps": [{"wall_s": wall_s} for wall_s in steps]})
+        base = resolve_beside(recipe.base, directory)
+        return _print(arguments, build_group(recipe, directory, arguments.to, base, mode, place, arguments.jobs))
+
+
+def build_group(
+    recipe: Recipe,
+    directory: Path,
+    reference: str,
+    base: tuple[Group, ...],
+    mode: CacheMode,
+    place: Place,
+    jobs: int,
+    make_trees: Callable[[Path], Sequence[Tree]] = lambda _scratch: (),
+) -> Built:
+    """Takes the earlier result, or runs the recipe of `directory` and publishes.
+
+    `make_trees`: makes, in a scratch directory, what is put in besides the recipe's files; called only when something is
+    built. CommandError, RegistryError, EnvletError and their kinds.
+    """
+    from tools.recipes.keys import build_keys, keys_text
+
+    keys = build_keys(recipe, directory, [group.digest for group in base])
+    earlier = None if mode == "scratch" else _find_earlier(reference, mode, keys)
+    if earlier is not None:
+        output.say(f"{earlier}: {_SAME[mode]} as when it was built; nothing is run")
+        return Built(earlier, False, mode)
+    build = _Build(recipe, directory, reference, base, keys_text(keys), jobs)
+    with tempfile.TemporaryDirectory(prefix="weenv-build-") as scratch:
+        pinned, steps = _build(build, place, Path(scratch), make_trees(Path(scratch)))
+    return Built(pinned, True, mode, tuple(steps))
 
 
 _SAME = {
@@ -90,25 +121,32 @@ _SAME = {
 }
 
 
-def _print(arguments: argparse.Namespace, result: dict[str, Any]) -> int:
+def _print(arguments: argparse.Namespace, built: Built) -> int:
+    result: dict[str, Any] = {"reference": built.reference, "built": built.built, "cache": built.cache}
+    if built.built:
+        result["steps"] = [{"wall_s": wall_s} for wall_s in built.steps_wall_s]
     if arguments.format == "json":
         output.print_json(result)
     else:
-        print(result["reference"])
+        print(built.reference)
     return exits.OK
 
 
-def _resolve_base(recipe: Recipe, directory: Path) -> tuple[Group, ...]:
-    """The groups that it stands on; relative paths of layouts begin at the recipe. RegistryError and its kinds."""
-    from registry import LayoutReference, parse_reference, resolve_group
+def resolve_beside(references: Sequence[str], directory: Path) -> tuple[Group, ...]:
+    """Groups that a file in `directory` names. RegistryError and its kinds."""
+    from registry import resolve_group
 
-    references = []
-    for text in recipe.base:
-        parsed = parse_reference(text)
-        if isinstance(parsed, LayoutReference):
-            parsed = evolve(parsed, directory=(directory / parsed.directory).absolute())
-        references.append(str(parsed))
-    return tuple(resolve_group(reference, credentials=settings.credentials()) for reference in references)
+    return tuple(resolve_group(anchored(text, directory), credentials=settings.credentials()) for text in references)
+
+
+def anchored(text: str, directory: Path) -> str:
+    """A reference where the relative path of a layout begins at `directory`. InvalidReference."""
+    from registry import LayoutReference, parse_reference
+
+    parsed = parse_reference(text)
+    if isinstance(parsed, LayoutReference):
+        parsed = evolve(parsed, directory=(directory / parsed.directory).absolute())
+    return str(parsed)
 
 
 def _find_earlier(reference: str, mode: CacheMode, keys: dict[CacheMode, str]) -> str | None:
@@ -138,18 +176,19 @@ def _find_earlier(reference: str, mode: CacheMode, keys: dict[CacheMode, str]) -
     return group.reference
 
 
-def _build(build: _Build, place: Place, scratch: Path) -> tuple[str, list[float]]:
+def _build(build: _Build, place: Place, scratch: Path, trees: Sequence[Tree]) -> tuple[str, list[float]]:
     """Runs the recipe and publishes; the reference with its digest, and the seconds of each step."""
     from registry.publish import GroupSource, describe_file
     from tools.recipes.environment import run_steps
     from tools.recipes.files import write_files
 
     with (scratch / "files.tar").open("w+b") as files, (scratch / "diff.tar").open("w+b") as diff:
-        if build.recipe.files:
-            write_files(build.recipe, build.directory, _directories(build), files)
+        has_files = bool(build.recipe.files or trees)
+        if has_files:
+            write_files(build.recipe, build.directory, _directories(build, trees), files, trees)
             files.seek(0)
         groups = [group.reference for group in build.base]
-        steps = run_steps(build.recipe, groups, files if build.recipe.files else None, place, diff)
+        steps = run_steps(build.recipe, groups, files if has_files else None, place, diff)
         layer = _encode(build, scratch, diff)
     group = GroupSource(
         build.reference,
@@ -163,9 +202,9 @@ def _build(build: _Build, place: Place, scratch: Path) -> tuple[str, list[float]
     return pinned[0], steps
 
 
-def _directories(build: _Build) -> IsDirectory:
+def _directories(build: _Build, trees: Sequence[Tree]) -> IsDirectory:
     """Which directories the base groups have; their metadata is fetched when a directory is put in."""
-    if not any(spec.source is not None and (build.directory / spec.source).is_dir() for spec in build.recipe.files):
+    if not trees and not any(spec.source is not None and (build.directory / spec.source).is_dir() for spec in build.recipe.files):
         return lambda _path: False
     from tools.check.filesystem import deep_trees
     from tools.check.opening import open_plan

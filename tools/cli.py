@@ -15,6 +15,7 @@ from collections.abc import Sequence
 def build_parser() -> argparse.ArgumentParser:
     from tools import (
         cache_commands,
+        catalog_command,
         env_commands,
         group_commands,
         image_commands,
@@ -31,7 +32,17 @@ def build_parser() -> argparse.ArgumentParser:
         "References: oci:DIR:TAG (a local layout) or HOST[:PORT]/REPO[:TAG][@DIGEST] (a registry).",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (layer_commands, group_commands, image_commands, mount_command, node_commands, env_commands, cache_commands):
+    modules = (
+        layer_commands,
+        group_commands,
+        image_commands,
+        catalog_command,
+        mount_command,
+        node_commands,
+        env_commands,
+        cache_commands,
+    )
+    for module in modules:
         module.register(commands)
     return parser
 
