@@ -75,6 +75,7 @@ _INTEGERS = {
     b"GNU.sparse.size": "sparse_size",
     b"GNU.sparse.realsize": "sparse_size",
 }
+_UNKEPT = (b"atime", b"ctime")
 _NAMES = {b"path": "path", b"linkpath": "target", b"GNU.sparse.name": "sparse_name"}
 
 
@@ -104,6 +105,8 @@ class Pax:
         segments: list[Segment] = []
         offset: int | None = None
         for key, value in records:
+            if key in _UNKEPT:
+                continue
             if key in _INTEGERS:
                 changes[_INTEGERS[key]] = _parse_integer(value) if value else None
             elif key in _NAMES:

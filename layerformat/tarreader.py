@@ -13,7 +13,6 @@ behind it checks its checksum; an archive that ends inside an entry is an error 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import zlib
@@ -216,7 +215,7 @@ class _Reader:
         if kind in _GNU_LONG:
             self._long[_GNU_LONG[kind]] = body.partition(b"\0")[0]
             return
-        with self._pax_errors():
+        try:
             records = paxrecords.parse(body)
             if kind == _PAX_GLOBAL:
                 self._globals = self._globals.updated(records)
@@ -224,13 +223,11 @@ class _Reader:
                     raise ValueError(f"global headers with more than {MAX_HEADER_BYTES} bytes of extended attributes")
             else:
                 self._local = records
-
-    @contextlib.contextmanager
-    def _pax_errors(self) -> Iterator[None]:
-        try:
-            yield
         except ValueError as error:
-            raise self._stream.error(f"a PAX header that cannot be read: {error}") from None
+            raise self._pax_error(error) from None
+
+    def _pax_error(self, error: ValueError) -> SourceError:
+        return self._stream.error(f"a PAX header that cannot be read: {error}")
 
     # An entry
 
@@ -238,8 +235,10 @@ class _Reader:
         stream = self._stream
         pax = self._globals
         if self._local:
-            with self._pax_errors():
+            try:
                 pax = pax.updated(self._local)
+            except ValueError as error:
+                raise self._pax_error(error) from None
         path = self._long.get("path", _header_name(block)) if pax.path is None else pax.path
         stored = _number(stream, block[124:136], "size") if pax.size is None else pax.size
         if stored < 0:
