@@ -20,7 +20,7 @@ from registry_fixture import run_registry
 from strategies import Member, encode_layer, make_content
 from test_cli_layers import mounted
 from weefs_harness import open_layers
-from weenv_cli import INTEGRITY, NOT_FOUND, OK, USAGE, Weenv, isolated_weenv
+from weenv_cli import INTEGRITY, NOT_FOUND, OK, USAGE, Weenv
 
 from layerformat import Entry, Kind, convert
 from registry import GroupConfig, push_group, resolve_group
@@ -58,11 +58,6 @@ class Check:
             if not severities or finding["severity"] in severities:
                 found.setdefault(finding["code"], []).append(finding)
         return found
-
-
-@pytest.fixture
-def weenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Weenv:
-    return isolated_weenv(tmp_path, monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from merge_corners import directory, file, link, opaque, symlink, whiteout
-from registry_fixture import Proxy, RegistryServer, run_proxy, run_registry
+from registry_fixture import Proxy, RegistryServer
 from strategies import Layer as Members
 from strategies import Member, encode_layer, layer_stacks, make_content
 from weefs_harness import open_layers
-from weenv_cli import INTEGRITY, NOT_FOUND, OK, Weenv, isolated_weenv
+from weenv_cli import INTEGRITY, NOT_FOUND, OK, Weenv
 
 from layerformat import Layer, UnsupportedEntry
 from registry import push_group, resolve_group
 from tools.group_diff import compare
 from weefs.merge import File, PlanRefused, View
-
-
-@pytest.fixture
-def weenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Weenv:
-    return isolated_weenv(tmp_path / "home", monkeypatch, capsys)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RegistryServer]:
-    with run_registry(tmp_path_factory.mktemp("registry")) as server:
-        yield server
-
-
-@pytest.fixture
-def proxy(server: RegistryServer) -> Iterator[Proxy]:
-    with run_proxy(server.host) as proxy:
-        yield proxy
-
 
 # ---- the same answer as by reading everything ----
 

@@ -21,9 +21,9 @@ import zstandard
 from aiohttp import web
 from merge_corners import directory, file
 from oci_image import digest
-from registry_fixture import PYTHON, Proxy, RegistryServer, make_layer, run_proxy, run_registry
+from registry_fixture import PYTHON, Proxy, RegistryServer, make_layer
 from strategies import make_content, write_pax
-from weenv_cli import INTEGRITY, NOT_FOUND, OK, USAGE, Ran, Weenv, isolated_weenv
+from weenv_cli import INTEGRITY, NOT_FOUND, OK, USAGE, Ran, Weenv
 
 import layerformat
 from layerformat import Layer, Progress
@@ -43,26 +43,9 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 @pytest.fixture
-def weenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Weenv:
-    return isolated_weenv(tmp_path / "home", monkeypatch, capsys)
-
-
-@pytest.fixture
 def state(tmp_path: Path) -> Path:
     """Where the command line keeps conversions."""
     return tmp_path / "home/.cache/weenv/convert"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RegistryServer]:
-    with run_registry(tmp_path_factory.mktemp("registry")) as server:
-        yield server
-
-
-@pytest.fixture
-def proxy(server: RegistryServer) -> Iterator[Proxy]:
-    with run_proxy(server.host) as proxy:
-        yield proxy
 
 
 @pytest.fixture

@@ -6,15 +6,15 @@ import gzip
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from merge_corners import directory, file, link, whiteout
 from oci_image import digest
-from registry_fixture import PYTHON, Proxy, run_proxy, run_registry
+from registry_fixture import PYTHON, Proxy
 from strategies import make_content, write_pax
-from weenv_cli import NOT_FOUND, OK, USAGE, Weenv, isolated_weenv
+from weenv_cli import NOT_FOUND, OK, USAGE, Weenv
 
 from registry import resolve_group
 from registry.extend import extend_group
@@ -24,17 +24,6 @@ TARS = [
     write_pax([directory(b"d"), file(b"d/big", make_content(600_000, 1, False)), file(b"d/gone", b"x"), file(b"d/gone", b"y")]),
     write_pax([whiteout(b"d/gone"), link(b"e", b"d/big"), file(b"f", make_content(5000, 2, True))]) + b"and what stands behind",
 ]
-
-
-@pytest.fixture
-def weenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Weenv:
-    return isolated_weenv(tmp_path / "home", monkeypatch, capsys)
-
-
-@pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    with run_registry(tmp_path_factory.mktemp("registry")) as server, run_proxy(server.host) as proxy:
-        yield proxy
 
 
 @pytest.fixture

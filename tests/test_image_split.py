@@ -10,7 +10,7 @@ import itertools
 import json
 import subprocess
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -22,7 +22,7 @@ from oci_image import INDEX, ImageLayout, ImageSpec, digest
 from registry_fixture import PASSWORD, USER, RegistryServer, auth_file, run_proxy, run_registry
 from strategies import write_pax
 from weefs_harness import open_layers
-from weenv_cli import AUTHENTICATION, ERROR, INTEGRITY, NOT_FOUND, OK, USAGE, Weenv, isolated_weenv
+from weenv_cli import AUTHENTICATION, ERROR, INTEGRITY, NOT_FOUND, OK, USAGE, Weenv
 
 from envlet.plans import Plan
 from envlet.ports import ResolvedGroup
@@ -55,17 +55,6 @@ CONFIG = {
 IMAGE = ImageSpec(TARS, kinds=["+gzip", "+zstd", "", "+gzip"], config=CONFIG, history=HISTORY)
 GROUPS = ["--group", "base=0-1", "--group", "task=2", "--group", "harness=3-"]
 NAMES = ["base", "task", "harness"]
-
-
-@pytest.fixture
-def weenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Weenv:
-    return isolated_weenv(tmp_path / "home", monkeypatch, capsys)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RegistryServer]:
-    with run_registry(tmp_path_factory.mktemp("registry")) as server:
-        yield server
 
 
 @pytest.fixture

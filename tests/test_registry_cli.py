@@ -12,20 +12,9 @@ from pathlib import Path
 import attrs
 import pytest
 from registry_fixture import PYTHON, RegistryServer, auth_file, free_port, make_layer, run_registry
-from weenv_cli import AUTHENTICATION, ERROR, INTEGRITY, NOT_FOUND, OK, USAGE, Weenv, isolated_weenv
+from weenv_cli import AUTHENTICATION, ERROR, INTEGRITY, NOT_FOUND, OK, USAGE, Weenv
 
 from registry import describe_layer
-
-
-@pytest.fixture
-def weenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Weenv:
-    return isolated_weenv(tmp_path / "home", monkeypatch, capsys)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RegistryServer]:
-    with run_registry(tmp_path_factory.mktemp("open")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
