@@ -171,6 +171,8 @@ class _GzipRaw(_Raw):
                 if not self._input:
                     return None
             self._input = rest
+            if rest[:2] != _GZIP_MAGIC[: len(rest)]:
+                raise self._error(f"expected the end, zeros or another gzip member, received {rest[:4].hex()}: remove what was appended")
         header = self._take(10)
         flags = header[3]
         if header[:3] != _GZIP_MAGIC + b"\x08" or flags & 0xE0:

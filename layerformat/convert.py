@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -18,6 +20,8 @@ from .errors import SourceError
 from .recipe import RecipeReport, RecipeWriter
 from .sources import open_source
 from .tree import DEFAULT_MAX_ENTRIES
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @frozen
@@ -70,9 +74,14 @@ def convert(
     recipe   of a tar: where to write the recipe that gives it back
     diff_id  of a tar: compute it; with a recipe, it is computed anyway
 
-    The layer and the recipe are written beside their places and renamed when they are whole and on the disk; on any failure nothing is
-    left. `progress` is called in the caller's thread. SourceError, UnsupportedEntry, OSError.
+    The layer and the recipe are written beside their places (where symlinks lead) and renamed when they are whole and on the disk;
+    on any failure nothing is left. What is no regular file, or is the source, is not replaced. `progress` is called in the caller's
+    thread. SourceError, UnsupportedEntry, OSError.
     """
+    destination = _check_destination(Path(dst), src)
+    recipe_destination = None if recipe is None else _check_destination(Path(recipe), src)
+    if recipe_destination == destination:
+        raise OSError(errno.EINVAL, "expected another file for the recipe than for the layer", os.fspath(dst))
     digest = hashlib.sha256() if diff_id or recipe is not None else None
     with open_source(src, upper=upper, digest=digest) as source, contextlib.ExitStack() as stack:
         if digest is not None and not source.is_tar:
@@ -82,8 +91,8 @@ def convert(
             if progress is not None:
                 progress(Progress(source.position_bytes(), source.total_bytes(), entries, written_bytes))
 
-        file = stack.enter_context(_replacing(Path(dst)))
-        writer = None if recipe is None else RecipeWriter(stack.enter_context(_replacing(Path(recipe))))
+        file = stack.enter_context(_replacing(destination))
+        writer = None if recipe_destination is None else RecipeWriter(stack.enter_context(_replacing(recipe_destination)))
         layer = encode(
             source.entries(None if writer is None else writer.literal),
             file,
@@ -108,6 +117,32 @@ def convert(
         )
 
 
+def _check_destination(destination: Path, source: object) -> Path:
+    """Where a result really goes: through symlinks, to a regular file or none, and not over what it is made from. OSError."""
+    real = Path(os.path.realpath(destination))
+    if isinstance(source, (str, os.PathLike)) and os.path.isdir(source) and real.is_relative_to(os.path.realpath(source)):
+        raise OSError(errno.EINVAL, "expected a file outside of the directory that is read", os.fspath(destination))
+    try:
+        there = os.stat(real)
+    except FileNotFoundError:
+        return real
+    if stat.S_ISDIR(there.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "expected the name of a file to write, received a directory", os.fspath(destination))
+    if not stat.S_ISREG(there.st_mode):
+        raise OSError(errno.EINVAL, "expected a file, or no file yet, received a device, pipe or socket", os.fspath(destination))
+    if _is_same_file(source, there):
+        raise OSError(errno.EINVAL, "expected another file than the source, which would be lost", os.fspath(destination))
+    return real
+
+
+def _is_same_file(source: object, there: os.stat_result) -> bool:
+    try:
+        status = os.stat(source) if isinstance(source, (str, os.PathLike)) else os.fstat(cast(BinaryIO, source).fileno())
+    except OSError:  # an open source without a descriptor, or one that is refused when it is opened
+        return False
+    return (status.st_dev, status.st_ino) == (there.st_dev, there.st_ino)
+
+
 @contextlib.contextmanager
 def _replacing(destination: Path) -> Iterator[BinaryIO]:
     """A new file that takes its place when the block ends well, and is gone when it does not."""
@@ -124,6 +159,7 @@ def _replacing(destination: Path) -> Iterator[BinaryIO]:
         os.rename(partial, destination)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename2 is not None:  # the rename's: the temporary name tells nobody anything
+        if isinstance(error, OSError) and (error.filename2 is not None or (error.filename is None and error.errno in _FULL)):
+            # The rename's temporary name tells nobody anything; a write's error has none.
             raise OSError(error.errno, error.strerror, os.fspath(destination)) from error
         raise

@@ -7,6 +7,7 @@ the way to it and to the contents.
 from __future__ import annotations
 
 import bisect
+import errno
 import hashlib
 import os
 from collections import OrderedDict
@@ -80,6 +81,8 @@ class Layer:
         if isinstance(source, (str, os.PathLike)):
             file: BinaryIO = open(source, "rb")  # noqa: SIM115 - the layer owns it
             try:
+                if not file.seekable():
+                    raise OSError(errno.ESPIPE, "expected a file that can be read at any place, received a pipe", os.fspath(source))
                 return cls._open(file, os.fspath(source), owns_file=True)
             except BaseException:
                 file.close()

@@ -41,6 +41,8 @@ class LayerError(Exception):
 class FormatError(LayerError):
     """A layer breaks a rule of docs/format.md. `table` and `index` say where, `source` which file."""
 
+    advice = "the layer is damaged or is not one: fetch it again, or convert it again from its source"
+
     def __init__(self, table: str, index: int | None, expected: object, received: object, *, source: str | None = None) -> None:
         super().__init__(table, index, expected, received)
         self.table = table
@@ -57,10 +59,7 @@ class FormatError(LayerError):
     def __str__(self) -> str:
         where = self.table if self.index is None else f"{self.table}[{self.index}]"
         prefix = f"{self.source}: " if self.source else ""
-        return (
-            f"{prefix}{where}: {self.finding}; "
-            "the layer is damaged or is not one: fetch it again, or convert it again from its source"
-        )
+        return f"{prefix}{where}: {self.finding}; {self.advice}"
 
 
 class UnsupportedEntry(LayerError):

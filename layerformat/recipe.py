@@ -36,6 +36,12 @@ _COPY_BYTES = 1024 * 1024
 assert HEADER.size == 128
 
 
+class RecipeError(FormatError):
+    """A recipe that is damaged, or not the layer's."""
+
+    advice = "the recipe is damaged, or another layer's: fetch the layer's own, or convert its tar again with --recipe"
+
+
 @frozen
 class RecipeReport:
     """A recipe that was written. Sizes in bytes, digests as `sha256:` + hex; `diff_id` is that of the tar."""
@@ -196,8 +202,8 @@ class Recipe:
             raise self._error("steps", f"{self.tar_size} bytes of tar", total)
         return rows
 
-    def _error(self, table: str, expected: object, received: object, index: int | None = None) -> FormatError:
-        return FormatError(f"recipe {table}", index, expected, received, source=self._source)
+    def _error(self, table: str, expected: object, received: object, index: int | None = None) -> RecipeError:
+        return RecipeError(f"recipe {table}", index, expected, received, source=self._source)
 
 
 class _Bounded:

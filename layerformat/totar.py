@@ -3,7 +3,8 @@
 Two orders matter. Lower links come first, because a hard link to `a` must be made before the layer's own `a` takes that
 name: those above them in the tree precede them and are repeated in their place. Then the tree, each directory before
 what it holds. Directories without an entry of their own (IMPLICIT) get none here either, so that those of a lower layer
-keep their attributes.
+keep their attributes. A further name of an inode states its attributes again, for the extractors that set them from a
+link's header; of a link into a lower layer a layer does not know them.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class _Exporter:
         if inode.nlink > 1:
             first = self._paths.setdefault(number, path)
             if first != path:
-                self._add(Entry(path=path, kind=Kind.HARD_LINK, target=first))
+                self._add(self._link(path, number, first))
                 return
         if inode.is_regular:
             self._export_regular(path, number)
@@ -111,6 +112,20 @@ class _Exporter:
                     yield self._layer.read_stream(segment.stream_offset + done, min(_COPY_BYTES, segment.length - done))
 
         self._add(self._entry(path, number), data())
+
+    def _link(self, path: bytes, number: int, first: bytes) -> Entry:
+        inode = self._layer.inode(number)
+        if inode.is_lower_link:
+            return Entry(path=path, kind=Kind.HARD_LINK, target=first)
+        return Entry(
+            path=path,
+            kind=Kind.HARD_LINK,
+            mode=stat.S_IMODE(inode.mode),
+            uid=inode.uid,
+            gid=inode.gid,
+            mtime_ns=inode.total_mtime_ns,
+            target=first,
+        )
 
     def _entry(self, path: bytes, number: int) -> Entry:
         inode = self._layer.inode(number)

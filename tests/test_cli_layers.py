@@ -8,6 +8,7 @@ import http.server
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tarfile
@@ -152,7 +153,7 @@ def test_refusals(layer: Path, tree: Path, tmp_path: Path) -> None:
     missing = run("layer", "convert", tree, tmp_path / "no/x", status=3).stderr.decode()
     assert missing == f"weenv: {tmp_path}/no/x: No such file or directory; no layer can be written there\n"
     (tmp_path / "taken").mkdir()
-    assert f"{tmp_path}/taken: Is a directory" in run("layer", "convert", tree, tmp_path / "taken", status=1).stderr.decode()
+    assert f"{tmp_path}/taken: expected the name of a file" in run("layer", "convert", tree, tmp_path / "taken", status=1).stderr.decode()
     assert not list(tmp_path.glob("**/*.partial"))
     assert not (tmp_path / "x").exists()
     assert list(tmp_path.glob("*.tmp*")) == []
@@ -168,7 +169,74 @@ def test_a_recipe_gives_the_tar_back(tmp_path: Path, layer: Path) -> None:
     assert run("layer", "totar", tmp_path / "made").stdout != archive
     refused = run("layer", "totar", layer, "--recipe", tmp_path / "recipe", status=exits.INTEGRITY).stderr.decode()
     assert "recipe header: expected the recipe of TOC sha256:" in refused
-    assert "received a directory" in run("layer", "convert", tmp_path, tmp_path / "x", "--recipe", tmp_path / "y", status=1).stderr.decode()
+    (tmp_path / "d").mkdir()
+    no_tar = run("layer", "convert", tmp_path / "d", tmp_path / "x", "--recipe", tmp_path / "y", status=1).stderr.decode()
+    assert "received a directory" in no_tar
+
+
+def test_nothing_but_a_file_is_replaced(tmp_path: Path) -> None:
+    """A device, a pipe, a directory, the source itself, by whatever name; a symlink is followed."""
+    archive = write_pax([file(b"f", b"x")])
+    tar = tmp_path / "tar"
+    tar.write_bytes(archive)
+    os.mkfifo(tmp_path / "pipe")
+    os.mknod(tmp_path / "null", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    os.link(tar, tmp_path / "same")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "link").symlink_to("where it leads")
+    before = sorted(os.listdir(tmp_path))
+    for destination, said in {
+        "pipe": "received a device, pipe or socket", "null": "received a device, pipe or socket", "tar": "another file than the source",
+        "same": "another file than the source", "d": "received a directory", ".": "received a directory",
+    }.items():  # fmt: skip
+        assert said in run("layer", "convert", tar, tmp_path / destination, status=1).stderr.decode()
+        assert said in run("layer", "convert", tar, tmp_path / "new", "--recipe", tmp_path / destination, status=1).stderr.decode()
+    twice = run("layer", "convert", tar, tmp_path / "n", "--recipe", tmp_path / "n", status=1).stderr.decode()
+    assert "for the recipe than for the layer" in twice
+    assert "outside of the directory" in run("layer", "convert", tmp_path, tmp_path / "d/new", status=1).stderr.decode()
+    assert "does not go to stdout" in run("layer", "convert", tar, "-", status=2).stderr.decode()
+    assert (sorted(os.listdir(tmp_path)), tar.read_bytes()) == (before, archive)
+    run("layer", "convert", tar, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert run("layer", "cat", tmp_path / "where it leads", "f").stdout == b"x"
+
+
+def test_a_full_disk_is_named_and_is_capacity(tmp_path: Path) -> None:
+    (tmp_path / "tar").write_bytes(write_pax([file(b"f", make_content(1 << 20, 1, False))]))
+    (tmp_path / "full").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path / "full"], check=True)
+    try:
+        said = run("layer", "convert", tmp_path / "tar", tmp_path / "full/layer", status=exits.CAPACITY).stderr.decode()
+        assert said == f"weenv: {tmp_path}/full/layer: No space left on device\n"
+        assert os.listdir(tmp_path / "full") == []
+    finally:
+        subprocess.run(["umount", tmp_path / "full"], check=True)
+
+
+def test_names_are_printed_whatever_the_locale_says(tmp_path: Path) -> None:
+    (tmp_path / "tar").write_bytes(write_pax([file("größe".encode(), b"x"), file(b"\xff", b"y")]))
+    run("layer", "convert", tmp_path / "tar", tmp_path / "layer")
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    listed = subprocess.run([WEENV, "layer", "ls", tmp_path / "layer"], env=environment, capture_output=True, check=True)
+    assert "größe".encode() in listed.stdout
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_streams_that_are_closed(layer: Path, closed: str) -> None:
+    ended = subprocess.run(f"{WEENV} layer ls {layer} {closed}", shell=True, capture_output=True)
+    assert ended.returncode == 0
+    assert b"Traceback" not in ended.stderr
+
+
+def test_an_empty_pipe_is_no_archive(tmp_path: Path) -> None:
+    """What should have filled it has failed, and that must not look like a layer."""
+    assert "received nothing" in run("layer", "convert", "-", tmp_path / "layer", status=1).stderr.decode()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_pipe_is_no_layer() -> None:
+    program = f"cat /dev/null | {WEENV} layer verify /dev/stdin"
+    assert b"/dev/stdin: expected a file that can be read at any place" in subprocess.run(program, shell=True, capture_output=True).stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

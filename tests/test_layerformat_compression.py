@@ -138,6 +138,12 @@ def test_a_flipped_bit_is_an_error_or_changes_nothing(form: str) -> None:
     assert silent < 5
 
 
+@pytest.mark.parametrize("garbage", [b"g", b"garbage", bytes(100) + b"garbage and more"])
+def test_what_is_appended_to_gzip_is_named(garbage: bytes) -> None:
+    with pytest.raises(SourceError, match="expected the end, zeros or another gzip member, received 67"):
+        decompressed(gzip.compress(CONTENT) + garbage)
+
+
 def test_a_gzip_header_that_does_not_end_takes_no_memory() -> None:
     with pytest.raises(SourceError, match="name or comment of more than"):
         decompressed(b"\x1f\x8b\x08\x08" + bytes(6) + b"n" * (4 << 20))

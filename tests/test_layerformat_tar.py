@@ -17,7 +17,20 @@ from attrs import evolve
 from raw_tars import END, header, padded, pax
 from strategies import Member, encode_layer, make_content, write_pax
 
-from layerformat import Entry, Kind, Layer, LayerTree, SourceError, TarWriter, UnsupportedEntry, convert, encode, open_source, read_tar
+from layerformat import (
+    Entry,
+    Kind,
+    Layer,
+    LayerTree,
+    SourceError,
+    TarWriter,
+    UnsupportedEntry,
+    convert,
+    encode,
+    export_tar,
+    open_source,
+    read_tar,
+)
 from layerformat.tree import Directory
 
 
@@ -365,3 +378,20 @@ def test_a_failing_writer_ends_the_encoder(jobs: int) -> None:
 def test_impossible_parameters(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="expected"):
         encode([], io.BytesIO(), **options)  # type: ignore[arg-type]
+
+
+def test_a_link_states_the_attributes_of_its_inode(tmp_path: Path) -> None:
+    """Extractors that set them from a link's header, as Python's does, leave the same; of a lower link there is nothing to state."""
+    entry = Entry(path=b"f", kind=Kind.REGULAR, size=2, mode=0o4751, uid=12, gid=34, mtime_ns=1_000_000_000_000_000_000)
+    targets = {b"g": b"f", b"low": b"x", b"too": b"low"}
+    links = [Member(Entry(path=path, kind=Kind.HARD_LINK, target=target)) for path, target in targets.items()]
+    out = io.BytesIO()
+    export_tar(Layer.open(io.BytesIO(encode_layer([Member(entry, b"hi"), *links]))), out)
+    exported = {entry.path: entry for entry, _ in read_all(out.getvalue())}
+    assert exported[b"g"] == evolve(entry, path=b"g", kind=Kind.HARD_LINK, target=b"f", size=0)
+    assert {exported[name].mode for name in (b"low", b"too")} == {0o644}
+    with tarfile.open(fileobj=io.BytesIO(out.getvalue())) as archive:
+        archive.extraction_filter = lambda member, path: member  # as it is, where Python has filters
+        archive.extractall(tmp_path, [archive.getmember("f"), archive.getmember("g")])
+    status = (tmp_path / "f").stat()
+    assert (status.st_nlink, status.st_mode & 0o7777, status.st_uid, status.st_gid, status.st_mtime) == (2, 0o4751, 12, 34, 1e9)

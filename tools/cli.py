@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -77,11 +78,16 @@ def envlet_main() -> None:
 
 
 def _run_program(argv: Sequence[str]) -> int:
-    """A ^C is an answer, also one that comes while our modules are imported. Names that are not UTF-8 are printed as
-    they are."""
+    """A ^C is an answer, also one that comes while our modules are imported. Names are printed as they are, UTF-8 or
+    not, whatever the locale says. Who has closed a stream of ours does not want to see it."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as we run
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="surrogateescape")
+            sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
+        if isinstance(sys.stderr, io.TextIOWrapper):
+            sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
         return run(argv)
     except KeyboardInterrupt:
         return 130

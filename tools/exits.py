@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -132,6 +133,8 @@ def status_for(error: BaseException) -> int | None:
             envlet_errors.INVALID_PARAMS: USAGE,
         }
         return codes.get(error.code, ERROR)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CAPACITY
     table: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
         ((InvalidReference,), USAGE),
         ((NotFound, FileNotFoundError), NOT_FOUND),

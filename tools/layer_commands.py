@@ -107,6 +107,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
         raise exits.CommandError(f"--chunk-size: expected a multiple of 4,096 up to 16 MiB, received {chunk_size}", exits.USAGE)
     if not 1 <= arguments.level <= 19:
         raise exits.CommandError(f"--level: expected 1 to 19, received {arguments.level}", exits.USAGE)
+    if arguments.dst == "-":
+        raise exits.CommandError("DST: expected the name of a file; a layer does not go to stdout", exits.USAGE)
     begin = time.perf_counter()
     source = _standard_input() if arguments.src == "-" else arguments.src
     with exits.terminable(), progress_bar() as progress:
@@ -152,7 +154,10 @@ def run_convert(arguments: argparse.Namespace) -> int:
 def _standard_input() -> BinaryIO:
     if sys.stdin is None or sys.stdin.isatty():
         raise exits.CommandError("-: expected a tar on stdin, received a terminal or nothing; give a file or a pipe", exits.USAGE)
-    return open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)
+    file = open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115 - the conversion closes it
+    if not file.peek(1):
+        raise exits.CommandError("-: expected a tar on stdin, received nothing; what should have written it failed")
+    return file
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
