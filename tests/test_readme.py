@@ -6,10 +6,13 @@ import re
 import subprocess
 from pathlib import Path
 
+import attrs
 import pytest
 
 from tools import readme
 from tools.demo import groups
+from tools.output import parse_size
+from tools.settings import NodeSettings
 
 ROOT = readme.ROOT
 
@@ -61,6 +64,19 @@ def test_the_documents_name_files_that_exist() -> None:
     for document in [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for name in re.findall(pattern, document.read_text()):
             assert (ROOT / name).exists(), f"{document.name}: {name}"
+
+
+def test_every_key_of_a_node_is_told() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| `?([^|`]+)`? \|", (ROOT / "docs/node.md").read_text(), re.MULTILINE))
+    defaults = {field.name: field.default for field in attrs.fields(NodeSettings)}
+    assert list(rows) == list(dict.fromkeys([*rows, *defaults]))
+    for name, default in defaults.items():
+        if isinstance(default, bool):
+            assert rows[name] == str(default).lower()
+        elif name == "memory":
+            assert parse_size(rows[name].strip('"')) == default
+        elif default is not None:
+            assert rows[name] == str(default)
 
 
 def test_make_targets_exist() -> None:

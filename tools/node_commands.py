@@ -18,7 +18,7 @@ def register(commands: Any) -> None:
     sub = parser.add_subparsers(dest="node_command", required=True, metavar="COMMAND")
 
     serve = sub.add_parser("serve", help="run the daemon in the foreground; `envlet` is the same")
-    serve.add_argument("--config", type=Path, metavar="FILE", help="TOML; see docs/api.md")
+    serve.add_argument("--config", type=Path, metavar="FILE", help="TOML; its keys: docs/node.md")
     serve.set_defaults(run=run_serve)
 
     info = sub.add_parser("info", help="the running daemon in numbers")
