@@ -31,10 +31,19 @@ def _rows(text: str, fields: int) -> list[list[str]]:
     return [row for row in (line.split(":") for line in text.splitlines()) if len(row) >= fields]
 
 
+def split_user(text: str) -> tuple[str, str]:
+    """The user of `USER[:GROUP]`, root when there is none, and the group, empty when there is none. Raises
+    EnvletError(INVALID_PARAMS) for what no passwd and group files can hold."""
+    name, _, group = text.partition(":")
+    if not text.isprintable() or ":" in group or any(part.isdigit() and _number(part) is None for part in (name, group)):
+        message = f"expected USER[:GROUP], received {text!r}; use a number up to {_ID_MAX}, or a name"
+        raise EnvletError(errors.INVALID_PARAMS, message)
+    return name or "0", group
+
+
 def resolve_user(text: str, passwd: str, group: str) -> User:
     """The user that `text` means. A number need not be listed; a name must. Raises EnvletError(INVALID_PARAMS)."""
-    name, _, group_name = text.partition(":")
-    name = name or "0"
+    name, group_name = split_user(text)
     row = next((row for row in _rows(passwd, 6) if row[0] == name), None)
     uid = _number(row[2]) if row else _number(name)
     if uid is None:

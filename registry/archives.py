@@ -6,6 +6,7 @@ decompressed beside. Layers may be symlinks or hard links to other members, as o
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import posixpath
@@ -68,6 +69,8 @@ class TarArchive:
                 f"{path}: expected an archive of `docker save` or an OCI archive, a tar, plain or with gzip: {error}"
             ) from error
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise  # of `scratch`, whose owner knows what to do
             raise RegistryError(f"{path}: cannot be read: {error.strerror}") from error
 
     def __contains__(self, name: str) -> bool:

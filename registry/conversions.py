@@ -1,10 +1,10 @@
 """What was converted on this machine: descriptors for long, the files themselves until they are published.
 
 A directory of files named by a hash of the origin: `KEY.json`, a conversion's descriptor (some hundred bytes, written
-once the layer is whole), and `KEY.weenv`, the layer, with `KEY.recipe` if there is one, which go when their push has
-succeeded. So a push
-that was cut off finds what it had finished. Work under way is in a directory of its own that its owner has locked; one
-that nobody has locked was left by a process that was killed, and the next one removes it.
+once the layer is whole, with a checksum: one that was changed since is none), and `KEY.weenv`, the layer, with
+`KEY.recipe` if there is one, which go when their push has succeeded and are read whole before another push sends them.
+So a push that was cut off finds what it had finished. Work under way is in a directory of its own that its owner has
+locked; one that nobody has locked was left by a process that was killed, and the next one removes it.
 
 All are bounded. What was used longest ago goes first; a file that a running push still needs is locked and
 stays.
@@ -25,19 +25,24 @@ from typing import BinaryIO
 import attrs
 import msgspec
 
-from registry.errors import RegistryError
+from registry.errors import RegistryError, needing_space
 from registry.manifest import Conversion, LayerDescriptor, Origin
 
 MAX_LAYER_BYTES = 16 << 30
 MAX_DESCRIPTORS = 10_000
 _WORK = ".work-"
+_ADVICE = "make room there, or set $XDG_CACHE_HOME to a directory that has some"
 
 
 class _Record(msgspec.Struct):
-    """What a KEY.json says."""
+    """What a KEY.json says; `checksum` is the SHA-256 of the rest."""
 
     layer: LayerDescriptor
     origin: Origin
+    checksum: str = ""
+
+    def expected_checksum(self) -> str:
+        return hashlib.sha256(msgspec.json.encode((self.layer, self.origin))).hexdigest()
 
 
 @attrs.define
@@ -48,6 +53,13 @@ class Kept:
     path: Path | None
     recipe_path: Path | None = None
     lock: BinaryIO | None = attrs.field(default=None, repr=False)
+
+    def is_whole(self) -> bool:
+        """Whether the files that are here have their digests: reads them."""
+        wanted = [(self.path, self.conversion.layer.digest)]
+        if self.recipe_path is not None and self.conversion.origin.recipe is not None:
+            wanted.append((self.recipe_path, self.conversion.origin.recipe.digest))
+        return all(path is not None and digest_of_file(path) == digest for path, digest in wanted)
 
     def close(self) -> None:
         """Gives the lock on the file back; the file stays."""
@@ -66,7 +78,7 @@ class Conversions:
         self._max_descriptors = max_descriptors
 
     def find(self, source: str, encoder: str) -> Kept | None:
-        """What is known of a source's conversion. A record that cannot be read is none."""
+        """What is known of a source's conversion. A record that cannot be read, or that is not as it was written, is none."""
         key = _key(source, encoder)
         record, path = self._record(key), self._file(key)
         try:
@@ -75,6 +87,8 @@ class Conversions:
         except (OSError, msgspec.MsgspecError):
             return None
         conversion = Conversion(found.layer, found.origin)
+        if found.checksum != found.expected_checksum() or (found.origin.source, found.origin.encoder) != (source, encoder):
+            return None
         try:
             lock = path.open("rb")
         except OSError:
@@ -98,7 +112,9 @@ class Conversions:
             if recipe is not None:
                 os.replace(recipe, self._recipe(key))
             os.replace(path, self._file(key))
-            path.write_bytes(msgspec.json.encode(_Record(conversion.layer, conversion.origin)))
+            record = _Record(conversion.layer, conversion.origin)
+            record.checksum = record.expected_checksum()
+            path.write_bytes(msgspec.json.encode(record))
             os.replace(path, self._record(key))
         return Kept(conversion, self._file(key), None if recipe is None else self._recipe(key), lock)
 
@@ -117,7 +133,8 @@ class Conversions:
             self._remove_abandoned()
             work, fd = self._make_work()
         try:
-            yield work
+            with needing_space(self.directory, _ADVICE):
+                yield work
         finally:
             shutil.rmtree(work, ignore_errors=True)
             os.close(fd)
@@ -176,12 +193,19 @@ class Conversions:
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
         try:
-            yield
+            with needing_space(self.directory, _ADVICE):
+                yield
         except OSError as error:
             raise RegistryError(
                 f"{self.directory}: expected a directory to keep conversions in: {error.strerror}; "
                 "set $XDG_CACHE_HOME to one that can be written"
             ) from error
+
+
+def digest_of_file(path: Path) -> str:
+    """`sha256:` + hex. OSError."""
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def _remove(layer: Path) -> None:

@@ -6,7 +6,12 @@ what was expected, what was received and, where there is something to do, what.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 
 class RegistryError(Exception):
@@ -29,6 +34,10 @@ class IntegrityError(RegistryError):
     """Bytes that are not what their digest or their manifest says."""
 
 
+class NoSpace(RegistryError):
+    """A filesystem that is full, or a quota that is used up: which, and what to do."""
+
+
 class Unreachable(RegistryError):
     """No answer, or one that says "later": the same request may succeed.
 
@@ -38,6 +47,22 @@ class Unreachable(RegistryError):
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+@contextlib.contextmanager
+def needing_space(where: object, advice: str) -> Iterator[None]:
+    """Turns what a full filesystem raises in the block into NoSpace, which names `where` and gives an advice."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpace(f"{where}: {error.strerror}; {advice}") from error
+        raise
+
+
+def needing_temporary_space() -> AbstractContextManager[None]:
+    """The same of where temporary files are."""
+    return needing_space(tempfile.gettempdir(), "make room there, or set $TMPDIR to a directory that has some")
 
 
 def error_of_status(url: str, status: int, reason: str | None, body: bytes, retry_after: str | None) -> RegistryError:

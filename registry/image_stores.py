@@ -44,6 +44,10 @@ class ImageStore(Protocol):
         must be fetched first. NotFound, IntegrityError."""
         ...
 
+    def size(self, digest: str) -> int | None:
+        """How many bytes a blob has here, without reading it; None when it is not here. IntegrityError."""
+        ...
+
 
 class Blob(io.RawIOBase):
     """A blob that is verified while somebody else reads it: `verify` reads what is left and compares."""
@@ -102,6 +106,12 @@ class LayoutStore:
         with file:
             yield cast(BinaryIO, file)
 
+    def size(self, digest: str) -> int | None:
+        try:
+            return self._layout.blob_path(digest).stat().st_size
+        except FileNotFoundError:
+            return None
+
 
 class RegistryStore:
     """A repository of a registry."""
@@ -126,6 +136,9 @@ class RegistryStore:
         finally:
             path.unlink()
 
+    def size(self, digest: str) -> int | None:
+        return self._remote.blob_size(digest)
+
 
 class OciArchiveStore:
     """An OCI layout in a tar."""
@@ -146,6 +159,9 @@ class OciArchiveStore:
     def blob(self, digest: str, size_bytes: int, scratch: Path) -> Iterator[BinaryIO]:
         with self._archive.open(_blob_name(digest)) as file:
             yield cast(BinaryIO, file)
+
+    def size(self, digest: str) -> int | None:
+        return self._archive.find(_blob_name(digest)).size
 
 
 def _blob_name(digest: str) -> str:
@@ -205,6 +221,9 @@ class DockerArchiveStore:
     def blob(self, digest: str, size_bytes: int, scratch: Path) -> Iterator[BinaryIO]:
         with self._archive.open(self.names[digest]) as file:
             yield cast(BinaryIO, file)
+
+    def size(self, digest: str) -> int | None:
+        return self._archive.find(self.names[digest]).size
 
 
 def decode_json(data: bytes, kind: type[T], name: str) -> T:

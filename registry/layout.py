@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from registry.errors import IntegrityError, NotFound, RegistryError
+from registry.errors import IntegrityError, InvalidReference, NotFound, RegistryError, needing_space
 from registry.manifest import GROUP_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES, Descriptor, digest_of
 
 TAG = "org.opencontainers.image.ref.name"
@@ -93,8 +93,12 @@ class Layout:
     # ---- writing ----
 
     def create(self) -> None:
-        """Makes the layout where there is none yet, and removes what writers that died have left."""
+        """Makes the layout where there is none yet, and removes what writers that died have left.
+
+        InvalidReference, with nothing changed, for a directory of something else.
+        """
         with self._failing("create the layout"):
+            self._refuse_other_directories()
             (self.directory / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
             with self._locked():
                 for folder in (self.directory, self.directory / "blobs" / "sha256"):
@@ -103,6 +107,27 @@ class Layout:
                     self._replace(self.directory / "oci-layout", _VERSION)
                 if not (self.directory / "index.json").exists():
                     self._replace(self.directory / "index.json", _EMPTY_INDEX)
+
+    def _refuse_other_directories(self) -> None:
+        """What has neither file of a layout may hold only what its making begins with. It may be made meanwhile: so one
+        listing decides."""
+        if not self.directory.exists():
+            return
+        names = os.listdir(self.directory)
+        foreign = sorted(name for name in names if not _is_beginning(name))
+        if foreign and "oci-layout" not in names and not self._has_image_index():
+            shown = ", ".join(map(repr, foreign[:3])) + (", …" if len(foreign) > 3 else "")
+            raise InvalidReference(
+                f"oci:{self.directory}: expected an OCI image layout, an empty directory or none, received a directory with {shown}; "
+                "name another one, which may be below it"
+            )
+
+    def _has_image_index(self) -> bool:
+        try:
+            self.entries()
+        except (NotFound, IntegrityError):
+            return False
+        return True
 
     def has_blob(self, digest: str) -> bool:
         """Whether a blob is there with the bytes of its digest: pushing again mends a damaged one."""
@@ -159,7 +184,8 @@ class Layout:
     @contextlib.contextmanager
     def _failing(self, what: str) -> Iterator[None]:
         try:
-            yield
+            with needing_space(f"oci:{self.directory}: cannot {what}", "make room there, or publish to another place"):
+                yield
         except OSError as error:
             raise RegistryError(f"oci:{self.directory}: cannot {what}: {error.strerror}") from error
 
@@ -171,6 +197,11 @@ class Layout:
             yield
         finally:
             os.close(fd)
+
+
+def _is_beginning(name: str) -> bool:
+    """Whether a writer that makes a layout writes this before the files that it is known by."""
+    return name in ("blobs", ".lock") or name.startswith(_UNFINISHED)
 
 
 def _replaced(entry: dict[str, Any], tag: str | None, digest: str) -> bool:

@@ -23,9 +23,9 @@ from typing import BinaryIO, Literal, Protocol, cast
 import attrs
 
 from layerformat import DEFAULT_CHUNK_SIZE, DEFAULT_LEVEL, ENCODER, ConvertReport, Layer, LayerError
-from registry.conversions import Conversions, Kept
+from registry.conversions import Conversions, Kept, digest_of_file
 from registry.credentials import Credentials
-from registry.errors import IntegrityError, NotFound, RegistryError
+from registry.errors import IntegrityError, NotFound, RegistryError, needing_temporary_space
 from registry.group import Group, describe_layer, parse_target, resolve_group
 from registry.image_stores import Blob
 from registry.images import Image, ImageLayer
@@ -108,6 +108,10 @@ class TarSource(Protocol):
         """As `ImageStore.blob`."""
         ...
 
+    def stored_size(self) -> int | None:
+        """As `ImageStore.size`."""
+        ...
+
 
 @attrs.frozen
 class TarFile:
@@ -126,6 +130,9 @@ class TarFile:
     def blob(self, scratch: Path) -> Iterator[BinaryIO]:
         with self.path.open("rb", buffering=0) as file:
             yield cast(BinaryIO, file)
+
+    def stored_size(self) -> int | None:
+        return self.size_bytes
 
 
 @attrs.frozen
@@ -154,6 +161,9 @@ class ImageTar:
     def blob(self, scratch: Path) -> AbstractContextManager[BinaryIO]:
         return self.image.store.blob(self.layer.digest, self.layer.size_bytes, scratch)
 
+    def stored_size(self) -> int | None:
+        return self.image.store.size(self.layer.digest)
+
 
 LayerSource = LayerFile | DirectorySource | TarSource
 
@@ -172,8 +182,16 @@ class GroupSource:
 
 
 def describe_file(path: Path, title: str | None = None) -> LayerFile:
-    """Reads a layer file once for its digest. NotFound, IntegrityError."""
-    return LayerFile(path, describe_layer(path), title)
+    """Reads a layer file, for its digest and whether every chunk is whole: what is published damaged is damaged for all. NotFound,
+    IntegrityError.
+    """
+    described = describe_layer(path)
+    with Layer.open(path) as layer:
+        problems = layer.verify()
+    if problems:
+        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise IntegrityError(f"{path}: {problems[0]}{more}; `weenv layer fsck` says what that costs")
+    return LayerFile(path, described, title)
 
 
 def describe_tar(path: Path) -> TarFile:
@@ -282,7 +300,7 @@ def _workspace(groups: Sequence[GroupSource], conversions: Conversions) -> Abstr
 
 @contextlib.contextmanager
 def _temporary_directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="weenv-push-") as directory:
+    with needing_temporary_space(), tempfile.TemporaryDirectory(prefix="weenv-push-") as directory:
         yield Path(directory)
 
 
@@ -422,7 +440,8 @@ class _Settler:
 
     def _convert_directory(self, source: DirectorySource, at: _Place) -> _Step:
         path = self._scratch()
-        report = self._convert(source.path, path, diff_id=False, recipe=None)
+        with _naming(str(source.path)):
+            report = self._convert(source.path, path, diff_id=False, recipe=None)
         layer = _descriptor(report)
         self._uploads.add(at.reference, path, layer.digest, layer.size_bytes)
         return _Step(str(source.path), "converted", layer, None, report.bytes_in, path, report.warnings)
@@ -439,6 +458,8 @@ class _Settler:
         if self._is_at(at, kept.conversion):
             return self._known(source, "already there", kept.conversion, at)
         if kept.path is None or (self._recipe and kept.recipe_path is None):
+            return None
+        if not kept.is_whole():
             return None
         self._send(kept, at)
         step = self._known(source, "converted before", kept.conversion, at, recipe_is_sent=kept.recipe_path is not None)
@@ -461,6 +482,7 @@ class _Settler:
     def _known(
         self, source: TarSource, done: Done, known: Conversion, at: _Place, *, recipe_is_sent: bool = False
     ) -> _Step:
+        _check_size(source)
         _check_diff_id(source, known.origin.diff_id)
         origin, recipe = known.origin, known.origin.recipe
         if recipe is not None and not recipe_is_sent and not at.target.has_blob(recipe.digest):
@@ -482,14 +504,15 @@ class _Settler:
         with source.blob(self._work) as stored:
             blob = Blob(stored, source.name, source.digest, source.size_bytes)
             try:
-                report = self._convert(cast(BinaryIO, blob), path, diff_id=True, recipe=recipe)
+                with _naming(source.name):
+                    report = self._convert(cast(BinaryIO, blob), path, diff_id=True, recipe=recipe)
             except LayerError:
                 blob.verify()  # damaged on its way is the better answer
                 raise
             blob.verify()
         assert report.diff_id is not None  # as it was asked for
         _check_diff_id(source, report.diff_id)
-        described = None if recipe is None else RecipeDescriptor(_digest_of_file(recipe), recipe.stat().st_size)
+        described = None if recipe is None else RecipeDescriptor(digest_of_file(recipe), recipe.stat().st_size)
         conversion = Conversion(_descriptor(report), Origin(source.digest, self._encoder, report.diff_id, described))
         return self._conversions.add(path, recipe, conversion), report.warnings
 
@@ -505,9 +528,22 @@ def _descriptor(report: ConvertReport) -> LayerDescriptor:
     )
 
 
-def _digest_of_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+@contextlib.contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """A refusal of contents says of which source they are."""
+    try:
+        yield
+    except LayerError as error:
+        if str(error).startswith(source):
+            raise
+        raise LayerError(f"{source}: {error}") from error
+
+
+def _check_size(source: TarSource) -> None:
+    """What is not read is still as long as its manifest says."""
+    received = source.stored_size()
+    if received not in (None, source.size_bytes):
+        raise IntegrityError(f"{source.name}: expected {source.size_bytes} bytes with {source.digest}, received {received} bytes")
 
 
 def _check_diff_id(source: TarSource, received: str) -> None:

@@ -171,6 +171,15 @@ class Remote:
             return False
         return True
 
+    def blob_size(self, digest: str) -> int | None:
+        """Of a blob, in bytes; None when the repository does not have it, or does not say."""
+        try:
+            response = self._retried(lambda: self._client.do_request(f"{self._base}/blobs/{digest}", "HEAD"))
+        except NotFound:
+            return None
+        length = response.headers.get("Content-Length", "")
+        return int(length) if length.isascii() and length.isdigit() else None
+
     def download(self, digest: str, size_bytes: int, path: Path) -> None:
         """A blob into a file that must not exist; verified, or not there."""
         self._retried(lambda: self._download(digest, size_bytes, path))

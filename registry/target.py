@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from registry.credentials import Credentials
+from registry.errors import needing_temporary_space
 from registry.layout import Layout
 from registry.manifest import digest_of
 from registry.reference import LayoutReference, Reference
@@ -73,6 +74,6 @@ class _RegistryTarget:
         self._remote.upload_file(path, digest, size_bytes)
 
     def publish(self, tag: str | None, config: bytes, manifest: bytes) -> None:
-        with tempfile.TemporaryDirectory(prefix="weenv-push-") as scratch:
+        with needing_temporary_space(), tempfile.TemporaryDirectory(prefix="weenv-push-") as scratch:
             self._remote.upload_bytes(config, Path(scratch) / "config")
         self._remote.upload_manifest(tag or digest_of(manifest), manifest)

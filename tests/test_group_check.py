@@ -4,9 +4,13 @@ repository runs nothing, and a repaired index spares `git status` the work tree.
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,7 @@ from registry_fixture import run_registry
 from strategies import Member, encode_layer, make_content
 from test_cli_layers import mounted
 from weefs_harness import open_layers
-from weenv_cli import INTEGRITY, NOT_FOUND, OK, USAGE, Weenv
+from weenv_cli import CAPACITY, INTEGRITY, NOT_FOUND, OK, USAGE, Weenv
 
 from layerformat import Entry, Kind, convert
 from registry import GroupConfig, push_group, resolve_group
@@ -191,6 +195,39 @@ def test_findings_say_what_a_node_refuses_and_which_whiteouts_do_nothing(stack: 
     assert sorted(finding.path for finding in findings if finding.code == "whiteout-of-nothing") == sorted(expected)
 
 
+PASSWD = b"root:x:0:0::/root:/bin/sh\nworker:x:1000:100::/:/bin/sh\n"
+ACCOUNTS = [
+    Member(Entry(path=b"etc/passwd", kind=Kind.REGULAR, size=len(PASSWD)), PASSWD),
+    Member(Entry(path=b"etc/group", kind=Kind.REGULAR, size=12), b"staff:x:50:\n"),
+    symlink("dir", "etc"), symlink("loop", "loop"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (GroupConfig(user="worker:staff", workdir="/dir/new/deep"), []),
+        (GroupConfig(user="7:8", workdir="/etc"), []),
+        (GroupConfig(user="nobody"), [("error", "user", "etc/passwd")]),
+        (GroupConfig(user="worker:wheel"), [("error", "user", "etc/group")]),
+        (GroupConfig(user="worker:staff:more"), [("error", "user", "etc/passwd")]),
+        (GroupConfig(workdir="/etc/passwd"), [("error", "workdir", "etc/passwd")]),
+        (GroupConfig(workdir="/dir/group/below"), [("error", "workdir", "dir/group")]),
+        (GroupConfig(workdir="rel/dir"), [("warning", "workdir", "rel/dir")]),
+    ],
+)
+def test_the_user_and_the_working_directory_are_those_of_a_complete_plan(
+    config: GroupConfig, expected: list[tuple[str, str, str]], tmp_path: Path, check: Callable[..., Check]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    convert(tmp_path / "empty", tmp_path / "top.weenv")
+    push_group(f"oci:{tmp_path}/layout:top", [tmp_path / "top.weenv"], config=config)
+    base = publish(tmp_path, "base", ACCOUNTS)
+    found = check("--below", base, f"oci:{tmp_path}/layout:top").result["findings"]
+    assert [(finding["severity"], finding["code"], finding["path"]) for finding in found] == expected
+    assert check(f"oci:{tmp_path}/layout:top").result["findings"] == []
+
+
 def test_what_is_missing_below_is_a_note_while_it_is_unknown_what_lies_below(tmp_path: Path, check: Callable[..., Check]) -> None:
     task = [plain(".wh.f"), lower_link("d/again", "etc/passwd")]
     result = check(publish(tmp_path, "task", task))
@@ -337,6 +374,52 @@ def plant_worktree(repository: Path) -> None:
     (repository.parent / "linked/.git").write_text("gitdir: /src/.git/worktrees/linked\n")
 
 
+def plant_lost_worktree(repository: Path) -> None:
+    plant_worktree(repository)
+    shutil.rmtree(repository.parent / "linked")
+
+
+def plant_worktree_of_a_branch(repository: Path) -> None:
+    git(repository, "update-ref", "refs/heads/next", fix_commit(repository))
+    git(repository, "worktree", "add", "--quiet", str(repository.parent / "linked"), "next")
+
+
+def plant_worktree_state(name: str) -> Callable[[Path], None]:
+    def plant(repository: Path) -> None:
+        git(repository, "worktree", "add", "--quiet", "--detach", str(repository.parent / "linked"))
+        path = repository / ".git/worktrees/linked" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(fix_commit(repository) + "\n")
+
+    return plant
+
+
+def plant_staged_in_worktree(repository: Path) -> None:
+    git(repository, "worktree", "add", "--quiet", "--detach", str(repository.parent / "linked"))
+    plant_staged(repository.parent / "linked")
+
+
+def plant_worktree_reflog(repository: Path) -> None:
+    git(repository, "worktree", "add", "--quiet", "--detach", str(repository.parent / "linked"))
+    plant_reflog_between(repository.parent / "linked", fix_commit(repository))
+
+
+def plant_reflog_between(repository: Path, commit: str) -> None:
+    git(repository, "checkout", "--quiet", "--detach", commit)
+    git(repository, "checkout", "--quiet", "--detach", "main")
+
+
+def plant_lost_found(repository: Path) -> None:
+    fix_commit(repository)
+    git(repository, "fsck", "--lost-found")
+
+
+def plant_lost_found_of_what_is_gone(repository: Path) -> None:
+    git(repository, "hash-object", "-w", "--stdin", stdin=b"the fix\n")
+    git(repository, "fsck", "--lost-found")
+    git(repository, "gc", "--quiet", "--prune=now")
+
+
 def plant_rebase(repository: Path) -> None:
     (repository / ".git/rebase-merge").mkdir()
     (repository / ".git/rebase-merge/head-name").write_text("refs/heads/main\n")
@@ -382,6 +465,18 @@ LEAKS: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
     "dangling blob in a pack": (plant_packed_blob, "git-unreachable", "error", "blob of 8 bytes"),
     "staged": (plant_staged, "git-staged", "error", "file"),
     "worktree": (plant_worktree, "git-worktree", "error", "The secret fix"),
+    "worktree that is not there": (plant_lost_worktree, "git-worktree", "error", "The secret fix"),
+    "worktree of a branch": (plant_worktree_of_a_branch, "git-worktree", "error", "The secret fix"),
+    "worktree's ORIG_HEAD": (plant_worktree_state("ORIG_HEAD"), "git-worktree", "error", "The secret fix"),
+    "worktree's ref": (plant_worktree_state("refs/bisect/bad"), "git-worktree", "error", "The secret fix"),
+    "worktree's reflog": (plant_worktree_reflog, "git-worktree", "error", "The secret fix"),
+    "staged in a worktree": (plant_staged_in_worktree, "git-staged", "error", "file"),
+    "lost and found": (plant_lost_found, "git-lost-found", "error", "The secret fix"),
+    "lost and found, gone": (plant_lost_found_of_what_is_gone, "git-lost-found", "error", "8 bytes of an object that is not here"),
+    **{
+        f"{name} lock": (plant_file(f"{name}.lock"), "git-lock", "warning", "")
+        for name in ("index", "HEAD", "config", "packed-refs", "refs/heads/main")
+    },
     "alternates": (plant_alternates, "git-alternates", "warning", "/other.git/objects"),
     "pack without index": (plant_pack_without_index, "git-pack", "warning", ""),
     "rebase": (plant_rebase, "git-operation", "warning", ""),
@@ -401,21 +496,97 @@ def test_every_planted_leak_is_found(leak: str, root: Path, tmp_path: Path, chec
     plant(root / "src")
     after = check("--git", publish(tmp_path, "task", root))
     found = [finding for finding in after.codes()[code] if finding not in before.get(code, [])]
-    assert found[0]["severity"] == severity
+    found = [finding for finding in found if finding["severity"] == severity]
     assert found[0]["path"].startswith("src/.git")
-    assert any(said in line for line in (*found[0]["details"], ""))
+    assert any(said in line for line in (*found[0]["details"], "" if not said else "-"))
     assert "secret@" not in json.dumps(after.result)
     assert after.status == (1 if after.result["counts"]["error"] else 0)
+
+
+@pytest.mark.parametrize("leak", [leak for leak in LEAKS if "worktree" in leak or "lost" in leak or "lock" in leak])
+def test_the_remedies_help(leak: str, root: Path, tmp_path: Path, check: Callable[..., Check]) -> None:
+    """They are done as they are said, except that a path of the plan is one below the root."""
+    LEAKS[leak][0](root / "src")
+    found = check("--git", publish(tmp_path, "leaky", root)).codes("error", "warning")
+    del found["git-status-reads"]
+    findings = [finding for each in found.values() for finding in each]
+    is_linked = (root / "linked").exists()
+    if is_linked:
+        (root / "linked/.git").write_text(f"gitdir: {root}/src/.git/worktrees/linked\n")
+    steps = [
+        (step, finding)
+        for finding in sorted(findings, key=lambda finding: finding["code"] not in ("git-lock", "git-worktree"))
+        for step in finding["remedy"].split(", then ")
+        if finding["code"] != "git-gitfile"
+    ]
+    done = set()
+    for step, finding in steps:
+        there, _, away = step.partition(" where it still is, else ")
+        command = (there if is_linked or not away else away).replace(" /linked", f" {root}/linked")
+        if command == "remove it":
+            (root / finding["path"]).unlink()
+        elif command.startswith("rm -r "):
+            shutil.rmtree(root / "src/.git" / command.removeprefix("rm -r "))
+        elif command == "git branch -D":
+            git(root / "src", "branch", "-D", "next")
+        elif command not in done:
+            git(root / "src", *command.removeprefix("git ").split())
+            if "worktree" in command:
+                done.add(command)
+    assert set(check("--git", publish(tmp_path, "clean", root)).codes("error", "warning")) == {"git-status-reads"}
+
+
+def test_a_linked_worktree_is_named_with_its_remedy(root: Path, tmp_path: Path, check: Callable[..., Check]) -> None:
+    plant_worktree(root / "src")
+    codes = check("--git", publish(tmp_path, "there", root)).codes("error", "warning")
+    assert set(codes) == {"git-worktree", "git-status-reads"}  # what it holds is not said to be held by nothing
+    head = codes["git-worktree"][0]
+    assert (head["path"], head["remedy"]) == (
+        "src/.git/worktrees/linked/HEAD", "git worktree remove --force /linked, then git gc --prune=now",
+    )  # fmt: skip
+    assert head["what"].endswith("its work tree is /linked")
+    git(root / "src", "worktree", "lock", "linked")
+    shutil.rmtree(root / "linked")
+    kept = check("--git", publish(tmp_path, "away", root)).codes("warning")["git-worktree"][0]
+    remedy = f"git worktree unlock linked, then git worktree remove --force {root}/linked where it still is, else git worktree prune"
+    assert kept["remedy"] == f"{remedy}, then git gc --prune=now"
+    assert kept["what"].endswith(f"not in the plan, but was at {root}/linked")
+
+
+def test_a_separate_git_directory_is_looked_at_or_said_not_to_be(
+    template: Path, tmp_path: Path, check: Callable[..., Check], weenv: Weenv
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    git(tmp_path, "clone", "--quiet", "--template=", f"--separate-git-dir={root}/repo.git", str(template), str(root / "src"))
+    codes = check("--git", publish(tmp_path, "away", root)).codes()
+    assert [finding["path"] for finding in codes["git-gitfile"]] == ["src/.git"]
+    assert f"but to {root}/repo.git" in codes["git-gitfile"][0]["what"]
+    assert [finding["path"] for finding in codes["git-no-worktree"]] == ["repo.git/index"]
+    fixed = check("--git", "--fix", f"oci:{tmp_path}/layout:fixed", f"oci:{tmp_path}/layout:away").result["fixed"]
+    assert fixed["skipped"] == ["/repo.git/index: no work tree of the plan leads to it", "/src/.git: leads to no repository of the plan"]
+
+    pushed = weenv("group", "push", "--fix-git", "--rootfs", root, f"oci:{tmp_path}/layout:pushed")
+    assert pushed.status == OK
+    assert f"weenv: {root}/src/.git: its repository is elsewhere, and is not looked at before it is packed: left as it is" in pushed.err
+
+    (root / "src/.git").write_text("gitdir: /repo.git\n")
+    codes = check("--git", publish(tmp_path, "here", root)).codes()
+    assert [finding["path"] for finding in codes["git-status-reads"]] == ["repo.git/index"]
+    assert not {"git-gitfile", "git-no-worktree"} & set(codes)
+    (root / "src/.git").unlink()
+    (root / "src/.git").symlink_to("../repo.git")
+    assert "git-status-reads" in check("--git", publish(tmp_path, "symlink", root)).codes()
 
 
 def test_a_clean_shallow_clone_gives_nothing(template: Path, tmp_path: Path, check: Callable[..., Check]) -> None:
     (tmp_path / "root").mkdir()
     git(tmp_path, "clone", "--quiet", "--template=", "--depth=1", f"file://{template}", str(tmp_path / "root/src"))
     git(tmp_path / "root/src", "remote", "remove", "origin")
-    repair_tree(tmp_path / "root")
-    for index in ("packed", "bare"):
+    assert repair_tree(tmp_path / "root").skipped == ()
+    for index, said in (("packed", []), ("bare", ["git-no-worktree"])):
         result = check("--git", "--strict", publish(tmp_path, index, tmp_path / "root", role="base"))
-        assert (result.status, result.result["findings"]) == (0, [])
+        assert (result.status, [finding["code"] for finding in result.result["findings"]]) == (0, said)
         (tmp_path / "root/src/.git").rename(tmp_path / "root/bare.git") if index == "packed" else None
 
 
@@ -585,6 +756,22 @@ def test_what_git_status_would_read_is_what_it_reads(check_stat: str, index_age_
     assert opened_by_git_status(copy, tmp_path)[0] == cost.reads
 
 
+def test_a_full_disk_is_named(root: Path, tmp_path: Path, weenv: Weenv, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "src/large").write_bytes(make_content(1 << 20, 1, False))
+    git(root / "src", "add", "large")
+    reference = publish(tmp_path, "task", root)
+    full = tmp_path / "full"
+    full.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", full], check=True)
+    try:
+        monkeypatch.setattr(tempfile, "tempdir", str(full))
+        ran = weenv("group", "check", "--git", reference)
+        assert ran.status == CAPACITY
+        assert ran.err == f"weenv: {full}: No space left on device; make room there, or set $TMPDIR to a directory that has some\n"
+    finally:
+        subprocess.run(["umount", full], check=True)
+
+
 def test_linked_worktrees_are_repaired_too(root: Path, tmp_path: Path, check: Callable[..., Check]) -> None:
     git(root / "src", "worktree", "add", "--quiet", "--detach", str(root / "linked"))
     (root / "linked/.git").write_text("gitdir: /src/.git/worktrees/linked\n")
@@ -597,11 +784,11 @@ def test_linked_worktrees_are_repaired_too(root: Path, tmp_path: Path, check: Ca
 def test_a_directory_is_repaired_before_it_is_packed(many_files: Path, tmp_path: Path, check: Callable[..., Check]) -> None:
     index = many_files / "src/.git/index"
     before = index.stat(), (many_files / "src/.git").stat()
-    (repair,) = repair_tree(many_files)
+    (repair,) = repair_tree(many_files).repairs
     assert (repair.changed, repair.clean, repair.different, repair.missing) == (True, 302, (), 0)
     assert (index.stat().st_mode, (many_files / "src/.git").stat().st_mtime_ns) == (before[0].st_mode, before[1].st_mtime_ns)
     assert git(many_files / "src", "config", "core.checkStat") == "minimal"
-    assert list((many_files / "src/.git").glob("*weenv*")) == []
+    assert list((many_files / "src/.git").glob("*.lock")) == []
     assert repair_index(many_files / "src").changed is False
     assert git(many_files / "src", "fsck", "--strict") == ""
     assert opened_by_git_status(many_files / "src", tmp_path) == (0, "")
@@ -649,6 +836,60 @@ def test_an_index_of_other_bytes_is_refused(template: Path) -> None:
             GitIndex(data[:cut] + bytes(20), "sha1")  # without a checksum to fail first
     with pytest.raises(IndexDamaged, match="checksum"):
         GitIndex(data[:50] + bytes([data[50] ^ 1]) + data[51:], "sha1")
+
+
+def damage_index(repository: Path) -> None:
+    (repository / ".git/index").write_bytes(b"DIRC noise")
+
+
+def damage_config(repository: Path) -> None:
+    (repository / ".git/config").write_text("[core\n")
+
+
+def lock_index(repository: Path) -> None:
+    (repository / ".git/index.lock").touch()
+
+
+def remove_config(repository: Path) -> None:
+    (repository / ".git/config").unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_index, damage_config, lock_index, remove_config])
+def test_a_repository_that_cannot_be_repaired_keeps_none_from_it(
+    damage: Callable[[Path], None], root: Path, tmp_path: Path, weenv: Weenv
+) -> None:
+    for name in ("a", "z"):  # one before, and one behind
+        subprocess.run(["cp", "-a", root / "src", root / name], check=True)
+    damage(root / "src")
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (root / "src/.git").rglob("*") if path.is_file()}
+    ran = weenv("group", "push", "--fix-git", "--rootfs", root, f"oci:{tmp_path}/layout:t")
+    assert (ran.status, ran.out) == (1, "")
+    assert "1 of 3 repositories cannot be repaired; nothing is published" in ran.err
+    assert f"{root}/src" in ran.err.splitlines()[0]
+    assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (root / "src/.git").rglob("*") if path.is_file()}
+    for name in ("a", "z"):
+        assert git(root / name, "config", "core.checkStat") == "minimal"
+        assert opened_by_git_status(root / name, tmp_path) == (0, "")
+    assert weenv("group", "push", "--rootfs", root, f"oci:{tmp_path}/layout:t").status == OK
+
+
+def test_both_files_of_a_repair_are_replaced_or_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {name: (root / "src/.git" / name).read_bytes() for name in ("config", "index")}
+    real = shutil.copystat
+    for failing in range(2):
+        written = itertools.count()
+
+        def copystat(*arguments: Any, written: Any = written, failing: int = failing, **options: Any) -> None:
+            if next(written) == failing:
+                raise OSError(errno.ENOSPC, "full")
+            real(*arguments, **options)
+
+        monkeypatch.setattr(shutil, "copystat", copystat)
+        with pytest.raises(OSError, match="full"):
+            repair_index(root / "src")
+        monkeypatch.undo()
+        assert before == {name: (root / "src/.git" / name).read_bytes() for name in before}
+        assert list((root / "src/.git").glob("*.lock")) == []
 
 
 def test_what_cannot_be_repaired_is_left_as_it_is(root: Path, tmp_path: Path, check: Callable[..., Check]) -> None:

@@ -8,8 +8,10 @@ import itertools
 import json
 import lzma
 import os
+import re
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +25,7 @@ from merge_corners import directory, file
 from oci_image import digest
 from registry_fixture import PYTHON, Proxy, RegistryServer, make_layer
 from strategies import make_content, write_pax
-from weenv_cli import INTEGRITY, NOT_FOUND, OK, USAGE, Ran, Weenv
+from weenv_cli import CAPACITY, ERROR, INTEGRITY, NOT_FOUND, OK, USAGE, Ran, Weenv
 
 import layerformat
 from layerformat import Layer, Progress
@@ -359,6 +361,42 @@ def test_a_record_that_is_damaged_or_of_another_size_is_not_used(tmp_path: Path)
     assert conversions.find(origin.source, origin.encoder) is None
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b'"toc_offset":', b'"toc_offset":1'), (b'"checksum":"', b'"checksum":"0'), (b'"diff_id":"sha256:', b'"diff_id":"sha512:')],
+)
+def test_a_record_that_was_changed_is_none(
+    weenv: Weenv, tars: list[Path], converted: list[str], state: Path, tmp_path: Path, old: bytes, new: bytes
+) -> None:
+    expected = resolve_group(push(weenv, f"oci:{tmp_path}/layout:t", tars[:1]).out.strip()).layers
+    (record,) = state.glob("*.json")
+    assert old in record.read_bytes()
+    record.write_bytes(record.read_bytes().replace(old, new))
+    again = push(weenv, f"oci:{tmp_path}/layout:u", tars[:1])
+    assert again.status == OK
+    assert resolve_group(again.out.strip()).layers == expected
+    assert len(converted) == 2
+    assert push(weenv, f"oci:{tmp_path}/layout:v", tars[:1]).status == OK
+    assert len(converted) == 2  # what was converted again is known again
+
+
+@pytest.mark.parametrize("kind", [".weenv", ".recipe"])
+def test_a_kept_file_of_other_bytes_is_made_again(
+    weenv: Weenv, proxy: Proxy, tars: list[Path], converted: list[str], state: Path, kind: str
+) -> None:
+    reference = f"{proxy.host}/push/damaged{kind}:t"
+    proxy.fault = refuse_uploads_after(0)
+    assert push(weenv, reference, tars[:1], "--recipe").status != OK
+    proxy.fault = None
+    (kept,) = state.glob(f"*{kind}")
+    data = bytearray(kept.read_bytes())
+    data[len(data) // 2] ^= 1
+    kept.write_bytes(data)
+    ran = push(weenv, reference, tars[:1], "--recipe")
+    assert (ran.status, len(converted)) == (OK, 2), ran.err
+    assert left(state) == {".json": 1}
+
+
 # ---- what is pushed ----
 
 
@@ -383,10 +421,62 @@ def test_what_cannot_be_pushed_is_refused(weenv: Weenv, tars: list[Path], tmp_pa
     assert weenv("group", "push", reference, "--tar", tmp_path / "absent.tar").status == NOT_FOUND
     assert weenv("group", "push", reference, "--tar", tars[0], "--rootfs", tmp_path).status == USAGE
     assert weenv("group", "push", reference, "--tar", tars[0], "-j", "0").status == USAGE
+    for words, said in (
+        (("--user", "a:b:c"), "expected USER[:GROUP], received 'a:b:c'"),
+        (("--user", "4294967295"), "use a number up to 4294967294"),
+        (("--user", "1:99999999999"), "use a number up to 4294967294"),
+        (("--user", "a\nb"), "expected USER[:GROUP]"),
+        (("--user", ""), "expected USER[:GROUP], received nothing"),
+        (("--workdir", "rel"), "an absolute path"),
+        (("--workdir", ""), "an absolute path"),
+    ):
+        ran = weenv("group", "push", reference, "--tar", tars[0], *words)
+        assert (ran.status, said in ran.err) == (USAGE, True), (words, ran.err)
+    for words in (("--rootfs", tmp_path), ("--layer", make_layer(tmp_path, "ready", {}))):
+        ran = weenv("group", "push", reference, *words, "--recipe")
+        assert (ran.status, "--recipe: expected --tar" in ran.err) == (USAGE, True)
     (tmp_path / "cut.tar.gz").write_bytes(tars[0].read_bytes()[:-20])
     ran = weenv("group", "push", reference, "--tar", tmp_path / "cut.tar.gz")
     assert (ran.status == OK, "truncated" in ran.err) == (False, True)
     assert not (tmp_path / "l/blobs").exists() or weenv("group", "resolve", reference).status == NOT_FOUND
+
+
+def test_users_that_can_be_are_pushed(weenv: Weenv, tars: list[Path], tmp_path: Path) -> None:
+    for user in ("app", "1000", "1000:0", "app:staff", ":5", "4294967294"):
+        pinned = push(weenv, f"oci:{tmp_path}/layout:t", tars[:1], "--user", user, "--workdir", "/w").out.strip()
+        assert (resolve_group(pinned).config.user, resolve_group(pinned).config.workdir) == (user, "/w")
+
+
+def test_contents_that_are_refused_are_named_with_their_source(weenv: Weenv, tmp_path: Path) -> None:
+    (tmp_path / "up.tar").write_bytes(write_pax([file(b"../up")]))
+    ran = push(weenv, f"oci:{tmp_path}/l:t", [tmp_path / "up.tar"])
+    assert (ran.status, ran.err.startswith(f"weenv: {tmp_path}/up.tar: ../up: ")) == (ERROR, True)
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root/.wh.x").touch()
+    ran = weenv("group", "push", f"oci:{tmp_path}/l:t", "--rootfs", tmp_path / "root")
+    assert (ran.status, ran.err.startswith(f"weenv: {tmp_path}/root: .wh.x: ")) == (ERROR, True)
+
+
+@pytest.mark.parametrize(("source", "variable"), [("--tar", "XDG_CACHE_HOME"), ("--rootfs", "TMPDIR")])
+def test_a_full_disk_is_said_with_what_changes_it(
+    weenv: Weenv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, variable: str
+) -> None:
+    """A real one: 64 KiB for 1 MiB that does not compress."""
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root/f").write_bytes(make_content(1 << 20, 1, False))
+    (tmp_path / "f.tar").write_bytes(write_pax([file(b"f", make_content(1 << 20, 1, False))]))
+    full = tmp_path / "full"
+    full.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", full], check=True)
+    try:
+        monkeypatch.setenv(variable, str(full))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        ran = weenv("group", "push", f"oci:{tmp_path}/l:t", source, tmp_path / ("f.tar" if source == "--tar" else "root"))
+        assert (ran.status, ran.out) == (CAPACITY, "")
+        assert re.fullmatch(rf"weenv: {full}\S*: No space left on device; make room there, or set \${variable} to .*\n", ran.err), ran.err
+        assert [path for path in full.rglob("*") if path.is_file()] == []
+    finally:
+        subprocess.run(["umount", full], check=True)
 
 
 def test_a_tar_that_changes_meanwhile_is_refused(
@@ -458,3 +548,14 @@ def test_entrypoint_and_command_are_kept_and_shown(weenv: Weenv, tmp_path: Path,
         assert ("cmd x" if config.cmd else "cmd none") in tree
     else:
         assert "─ entrypoint" not in tree
+
+
+def test_a_damaged_layer_is_not_published(weenv: Weenv, tmp_path: Path) -> None:
+    layer = make_layer(tmp_path, "layer", {"f": make_content(200_000, 1, False)})
+    data = bytearray(layer.read_bytes())
+    data[1000] ^= 1
+    layer.write_bytes(data)
+    ran = weenv("group", "push", f"oci:{tmp_path}/layout:t", "--layer", layer)
+    assert (ran.status, ran.out) == (INTEGRITY, "")
+    assert "chunk 0 at byte 0" in ran.err
+    assert weenv("group", "resolve", f"oci:{tmp_path}/layout:t").status == NOT_FOUND

@@ -8,6 +8,7 @@ import gzip
 import io
 import itertools
 import json
+import shutil
 import subprocess
 import tarfile
 from collections.abc import Sequence
@@ -15,14 +16,15 @@ from pathlib import Path
 
 import attrs
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from merge_corners import converted, directory, file, whiteout
 from oci_image import INDEX, ImageLayout, ImageSpec, digest
-from registry_fixture import PASSWORD, USER, RegistryServer, auth_file, run_proxy, run_registry
-from strategies import write_pax
+from registry_fixture import PASSWORD, USER, Proxy, RegistryServer, auth_file, run_proxy, run_registry
+from strategies import make_content, write_pax
 from weefs_harness import open_layers
-from weenv_cli import AUTHENTICATION, ERROR, INTEGRITY, NOT_FOUND, OK, USAGE, Weenv
+from weenv_cli import AUTHENTICATION, CAPACITY, ERROR, INTEGRITY, NOT_FOUND, OK, USAGE, Weenv
 
 from envlet.plans import Plan
 from envlet.ports import ResolvedGroup
@@ -374,6 +376,15 @@ def test_what_is_not_kept_of_a_configuration_is_said(weenv: Weenv, tmp_path: Pat
     assert "do not keep this of its configuration: ExposedPorts, Labels\n" in ran.err
 
 
+def test_what_environments_cannot_be_started_with_is_said(weenv: Weenv, tmp_path: Path) -> None:
+    layout = ImageLayout(tmp_path / "image")
+    layout.tag("v1", layout.add_image(attrs.evolve(IMAGE, config={"WorkingDir": "src", "User": "a:b:c"})))
+    ran = weenv("image", "split", f"oci:{layout.directory}", *GROUPS, "--to", f"oci:{tmp_path}/out")
+    assert ran.status == OK
+    assert "the working directory 'src', which is no absolute path" in ran.err
+    assert "the user: expected USER[:GROUP], received 'a:b:c'" in ran.err
+
+
 def test_one_name_for_all(weenv: Weenv, layout: ImageLayout, tmp_path: Path) -> None:
     ran = weenv("image", "split", f"oci:{layout.directory}", "--group", "whole=all", "--to", f"oci:{tmp_path}/out")
     group = resolve_group(ran.out.strip())
@@ -575,6 +586,82 @@ def test_a_broken_diff_id_publishes_nothing(weenv: Weenv, tmp_path: Path) -> Non
     assert weenv("image", "split", f"oci:{layout.directory}:good", *GROUPS, "--to", out).status == OK
     ran = weenv("image", "split", f"oci:{layout.directory}:bad", *GROUPS, "--to", out)
     assert (ran.status, "layer 3" in ran.err) == (INTEGRITY, True)
+
+
+def test_a_size_that_a_layer_does_not_have_is_found_though_it_is_not_read(weenv: Weenv, proxy: Proxy, tmp_path: Path) -> None:
+    """In a layout, in an archive of one, and in a registry."""
+    good, bad = gzipped_image(tmp_path / "good"), ImageLayout(tmp_path / "bad")
+    out = f"oci:{tmp_path}/out"
+    assert weenv("image", "split", f"oci:{good.directory}", *GROUPS, "--to", out).status == OK
+    manifest = json.loads(good.blob_file(json.loads((good.directory / "index.json").read_bytes())["manifests"][0]["digest"]).read_bytes())
+    layer = manifest["layers"][1]  # which skopeo does not compress
+    size = layer["size"]
+    layer["size"] += 1
+    shutil.copytree(good.blobs, bad.blobs, dirs_exist_ok=True)
+    bad.tag("v1", bad.put(manifest["mediaType"], json.dumps(manifest).encode()))
+    with tarfile.open(tmp_path / "bad.tar", "w") as tar:
+        tar.add(bad.directory, ".")
+    data = json.dumps(manifest).encode()
+    skopeo("--dest-tls-verify=false", f"oci:{good.directory}:v1", f"docker://{proxy.host}/sizes/image:v1")
+
+    async def answer(request: web.Request) -> web.Response | None:
+        is_manifest = request.path.endswith(f"/sizes/image/manifests/{digest(data)}")
+        return web.Response(body=data, content_type=manifest["mediaType"]) if is_manifest else None
+
+    proxy.fault = answer
+    for source in (f"oci:{bad.directory}", tmp_path / "bad.tar", f"{proxy.host}/sizes/image@{digest(data)}"):
+        ran = weenv("image", "split", source, *GROUPS, "--to", out)
+        assert (ran.status, ran.out) == (INTEGRITY, ""), (source, ran)
+        assert f"expected {size + 1} bytes with {layer['digest']}, received {size} bytes" in ran.err
+        assert "layer 1 of " in ran.err
+
+
+def test_contents_that_are_refused_are_named_with_their_layer(weenv: Weenv, tmp_path: Path) -> None:
+    layout = ImageLayout(tmp_path / "image")
+    tars = [*TARS[:3], write_pax([file(b"a/../../up")])]
+    layout.tag("v1", layout.add_image(ImageSpec(tars, kinds=[""] * 4)))
+    ran = weenv("image", "split", f"oci:{layout.directory}", *GROUPS, "--to", f"oci:{tmp_path}/out")
+    assert (ran.status, ran.out) == (ERROR, "")
+    assert f"weenv: layer 3 of oci:{layout.directory}: a/../../up: " in ran.err
+
+
+@pytest.mark.parametrize(
+    ("prefix", "status"),
+    [("oci:{}/gm:tag", USAGE), ("oci:{}/gm@sha256:00", USAGE), ("127.0.0.1:1/a/b:tag", USAGE), ("127.0.0.1:1/a:tag", USAGE),
+     ("oci:{}/gm:tag/", OK), ("oci:{}/g:m/out", OK)],
+)  # fmt: skip
+def test_a_prefix_has_no_tag(weenv: Weenv, layout: ImageLayout, tmp_path: Path, prefix: str, status: int) -> None:
+    before = sorted(tmp_path.iterdir())
+    ran = weenv("image", "split", f"oci:{layout.directory}", *GROUPS, "--to", prefix.format(tmp_path))
+    assert ran.status == status, ran.err
+    if status == USAGE:
+        assert "expected a PREFIX without a tag" in ran.err
+        assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("what", ["archive", "download"])
+def test_a_full_disk_while_an_image_is_fetched_is_said(
+    weenv: Weenv, server: RegistryServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    image = ImageLayout(tmp_path / "image")
+    image.tag("v1", image.add_image(ImageSpec([write_pax([file(b"f", make_content(1 << 20, 1, False))])], kinds=["+gzip"])))
+    source = f"{server.host}/full/image:v1"
+    if what == "archive":
+        source = str(tmp_path / "image.tar.gz")
+        with tarfile.open(source, "w:gz") as tar:
+            tar.add(image.directory, ".")
+    else:
+        skopeo("--dest-tls-verify=false", f"oci:{image.directory}:v1", f"docker://{source}")
+    full = tmp_path / "full"
+    full.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", full], check=True)
+    try:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(full))
+        ran = weenv("image", "split", source, "--group", "base=all", "--to", f"oci:{tmp_path}/out")
+        assert (ran.status, ran.out) == (CAPACITY, "")
+        assert f"weenv: {full}/weenv/convert: No space left on device; make room there, or set $XDG_CACHE_HOME to " in ran.err
+    finally:
+        subprocess.run(["umount", full], check=True)
 
 
 @pytest.mark.parametrize("where", [0, -1])

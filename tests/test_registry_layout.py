@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import multiprocessing
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from registry_fixture import PYTHON, make_layer
 
-from registry import GroupConfig, IntegrityError, NotFound, RegistryError, push_group, resolve_group
+from registry import GroupConfig, IntegrityError, InvalidReference, NoSpace, NotFound, RegistryError, push_group, resolve_group
 from registry.layout import Layout
 from registry.manifest import digest_of
 
@@ -113,15 +114,15 @@ def test_pushing_again_mends_a_damaged_blob(tmp_path: Path, layer: Path) -> None
     [b"", b"{", b"[]", b"\xff", b'{"schemaVersion":2}', b'{"schemaVersion":2,"manifests":[{"digest":5}]}'],
 )
 def test_a_damaged_index_is_named_and_not_written_over(tmp_path: Path, layer: Path, content: bytes) -> None:
-    push_group(f"oci:{tmp_path}:t", [layer])
-    index = tmp_path / "index.json"
+    push_group(f"oci:{tmp_path}/layout:t", [layer])
+    index = tmp_path / "layout/index.json"
     index.write_bytes(content)
     with pytest.raises(IntegrityError) as caught:
-        resolve_group(f"oci:{tmp_path}:t")
+        resolve_group(f"oci:{tmp_path}/layout:t")
     assert str(caught.value).startswith(f"{index}: expected an OCI image index")
     if b"digest" not in content:
         with pytest.raises(IntegrityError, match="expected an OCI image index"):
-            push_group(f"oci:{tmp_path}:u", [layer])
+            push_group(f"oci:{tmp_path}/layout:u", [layer])
         assert index.read_bytes() == content
 
 
@@ -130,6 +131,38 @@ def test_a_directory_that_is_no_layout_is_not_found(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "missing", tmp_path / "file"):
         with pytest.raises(NotFound, match=r"expected an OCI image layout, index\.json is missing"):
             resolve_group(f"oci:{directory}:t")
+
+
+@pytest.mark.parametrize("names", [["src/main.py"], ["index.json"], ["blobs/x", "README"], [".git/HEAD"], ["a", "b", "c", "d"]])
+def test_a_directory_of_something_else_stays_as_it_is(tmp_path: Path, layer: Path, names: list[str]) -> None:
+    directory = tmp_path / "project"
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text('{"name": "a project"}')
+    before = sorted(directory.rglob("*"))
+    with pytest.raises(InvalidReference, match=r"expected an OCI image layout, an empty directory or none, received a directory with '"):
+        push_group(f"oci:{directory}:t", [layer])
+    assert sorted(directory.rglob("*")) == before
+    push_group(f"oci:{directory}/groups:t", [layer])
+    assert resolve_group(f"oci:{directory}/groups:t").layers
+
+
+@pytest.mark.parametrize("names", [[], [".lock"], ["blobs/sha256/.unfinished-1", ".unfinished-2"], ["oci-layout", "README"]])
+def test_an_empty_directory_or_one_that_was_begun_becomes_a_layout(tmp_path: Path, layer: Path, names: list[str]) -> None:
+    for name in names:
+        (tmp_path / "layout" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "layout" / name).touch()
+    push_group(f"oci:{tmp_path}/layout:t", [layer])
+    assert resolve_group(f"oci:{tmp_path}/layout:t").layers
+
+
+def test_a_full_disk_is_said_with_its_place(tmp_path: Path, layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(NoSpace, match=f"oci:{tmp_path}/layout: cannot create the layout: No space left on device; make room there"):
+        push_group(f"oci:{tmp_path}/layout:t", [layer])
 
 
 def test_where_nothing_can_be_written_the_error_says_so(tmp_path: Path, layer: Path) -> None:

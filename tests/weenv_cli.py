@@ -10,7 +10,7 @@ import pytest
 
 from tools import cli
 
-OK, ERROR, USAGE, NOT_FOUND, AUTHENTICATION, INTEGRITY = range(6)
+OK, ERROR, USAGE, NOT_FOUND, AUTHENTICATION, INTEGRITY, CAPACITY = range(7)
 
 
 @attrs.frozen

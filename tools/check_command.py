@@ -16,7 +16,7 @@ from tools import exits, output, settings
 if TYPE_CHECKING:
     from registry import Group
     from tools.check.findings import Finding
-    from tools.check.git_repair import RepairLayer
+    from tools.check.git_repair import RepairLayer, TreeRepair
     from tools.check.opening import Plan
 
 _SHOWN_PATHS = 10
@@ -40,6 +40,7 @@ def register(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from registry import resolve_group
+    from registry.errors import needing_temporary_space
     from tools.check.opening import open_plan
 
     if arguments.fix is not None and not arguments.git:
@@ -47,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     credentials = settings.credentials()
     below = [resolve_group(reference, credentials=credentials) for reference in arguments.below]
     group = resolve_group(arguments.reference, credentials=credentials)
-    with open_plan(below, group, credentials) as plan:
-        findings, repair = _check(arguments, group, plan)
+    with needing_temporary_space(), open_plan(below, group, credentials) as plan:
+        findings, repair = _check(arguments, below, group, plan)
         fetched = {"requests": plan.ranges.requests, "bytes": plan.ranges.bytes}
     fixed = _publish(group, arguments.fix, repair) if repair is not None else None
     if arguments.format == "json":
@@ -62,12 +63,16 @@ def run(arguments: argparse.Namespace) -> int:
     return _status(findings, strict=arguments.strict)
 
 
-def _check(arguments: argparse.Namespace, group: Group, plan: Plan) -> tuple[list[Finding], RepairLayer | None]:
+def _check(arguments: argparse.Namespace, below: Sequence[Group], group: Group, plan: Plan) -> tuple[list[Finding], RepairLayer | None]:
     """The findings, the worst first, and what repairs the indexes, if that is asked for."""
     from tools.check.filesystem import check_filesystem
     from tools.check.findings import Severity
+    from tools.check.processes import check_processes
 
-    view, findings = check_filesystem(plan, complete=bool(plan.below) or group.role == "base")
+    is_complete = bool(plan.below) or group.role == "base"
+    view, findings = check_filesystem(plan, complete=is_complete)
+    if is_complete:
+        findings += check_processes(view, [part.config for part in (*below, group)])
     repair = None
     if arguments.git:
         from tools.check.git import check_git
@@ -98,7 +103,7 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def say_repairs(repair: RepairLayer) -> None:
+def say_repairs(repair: RepairLayer | TreeRepair) -> None:
     """What was repaired, and what was left, on stderr."""
     from layerformat import printable
 
@@ -117,10 +122,11 @@ def say_repairs(repair: RepairLayer) -> None:
 
 def _publish(group: Group, reference: str, repair: RepairLayer) -> str:
     """The group with the repair on top, and what was repaired said on stderr."""
+    from registry.errors import needing_temporary_space
     from registry.extend import extend_group
 
     say_repairs(repair)
-    with tempfile.TemporaryDirectory(prefix="weenv-fix-") as scratch:
+    with needing_temporary_space(), tempfile.TemporaryDirectory(prefix="weenv-fix-") as scratch:
         layers = []
         if repair.data is not None:
             layers = [Path(scratch) / "repair.weenv"]

@@ -117,7 +117,7 @@ def status_for(error: BaseException) -> int | None:
     from envlet import errors as envlet_errors
     from envlet.catalog import CatalogError
     from layerformat.errors import FormatError, LayerError
-    from registry import AuthenticationFailed, IntegrityError, InvalidReference, NotFound, RegistryError
+    from registry import AuthenticationFailed, IntegrityError, InvalidReference, NoSpace, NotFound, RegistryError
     from weefs.core import CoreError, DamagedError
     from weefs.errors import LayerRefused, WeefsError
 
@@ -138,6 +138,7 @@ def status_for(error: BaseException) -> int | None:
     table: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
         ((InvalidReference,), USAGE),
         ((NotFound, FileNotFoundError), NOT_FOUND),
+        ((NoSpace,), CAPACITY),
         ((AuthenticationFailed,), AUTHENTICATION),
         ((CatalogError, IntegrityError, FormatError, DamagedError, LayerRefused), INTEGRITY),
         ((LayerError, RegistryError, WeefsError, CoreError, envlet_errors.ConnectionLost, OSError), ERROR),
@@ -146,21 +147,35 @@ def status_for(error: BaseException) -> int | None:
 
 
 class Terminated(SystemExit):
-    """SIGTERM, as an exception: what was begun is undone on its way out."""
+    """SIGTERM or SIGHUP, as an exception: what was begun is undone on its way out."""
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Those that ask this process to end, besides ^C; not one that it was started to ignore, as nohup does with SIGHUP."""
+    return tuple(number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM ends the block as ^C does, so that no partial file stays; the exit status is 143."""
+    """SIGTERM and SIGHUP end the block as ^C does, so that no partial file stays; the exit status is 143 or 129.
+
+    One is enough: the end of a session may say SIGHUP twice, and the second would break the cleaning off.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def terminate(number: int, _frame: FrameType | None) -> None:
-        raise Terminated(128 + number)
+    ending = False
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    def terminate(number: int, _frame: FrameType | None) -> None:
+        nonlocal ending
+        if not ending:
+            ending = True
+            raise Terminated(128 + number)
+
+    before = [(number, signal.signal(number, terminate)) for number in ending_signals()]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before:
+            signal.signal(number, handler)

@@ -41,8 +41,8 @@ def register(commands: Any) -> None:
         metavar="K=V",
         help="for the environment's processes",
     )
-    push.add_argument("--workdir", metavar="D", help="where the environment's commands start")
-    push.add_argument("--user", metavar="USER[:GROUP]", help="as whom they run")
+    push.add_argument("--workdir", type=output.parse_absolute, metavar="D", help="where the environment's commands start")
+    push.add_argument("--user", type=_user, metavar="USER[:GROUP]", help="as whom they run")
     push.add_argument(
         "--fix-git", action="store_true", help="first repair the git indexes in --rootfs, in place, as `group check --git --fix` would"
     )
@@ -76,6 +76,20 @@ def _tar(text: str) -> tuple[str, Path]:
     return "tar", Path(text)
 
 
+def _user(text: str) -> str:
+    """As an environment will read it."""
+    from envlet.errors import EnvletError
+    from envlet.users import split_user
+
+    if not text:
+        raise argparse.ArgumentTypeError("expected USER[:GROUP], received nothing")
+    try:
+        split_user(text)
+    except EnvletError as error:
+        raise argparse.ArgumentTypeError(error.message) from error
+    return text
+
+
 def run_push(arguments: argparse.Namespace) -> int:
     from registry import GroupConfig
     from registry.group import parse_target
@@ -102,15 +116,28 @@ def _sources(arguments: argparse.Namespace) -> tuple[LayerSource, ...]:
         raise exits.CommandError(f"expected --layer and --tar, or --rootfs, received {received}", exits.USAGE)
     if arguments.fix_git and arguments.rootfs is None:
         raise exits.CommandError("--fix-git: expected --rootfs, whose repositories it repairs; for a group, see `group check`", exits.USAGE)
+    if arguments.recipe and not any(kind == "tar" for kind, _ in arguments.layers or ()):
+        raise exits.CommandError("--recipe: expected --tar, whose bytes it gives back, received none", exits.USAGE)
     if arguments.rootfs is not None:
         if not arguments.rootfs.is_dir():
             raise exits.CommandError(f"--rootfs {arguments.rootfs}: expected a directory; a tar is given with --tar", exits.USAGE)
         if arguments.fix_git:
-            from tools.check.git_repair import repair_tree
-
-            repair_tree(arguments.rootfs)
+            _fix_git(arguments.rootfs)
         return (DirectorySource(arguments.rootfs),)
     return tuple(describe_file(path) if kind == "layer" else describe_tar(path) for kind, path in arguments.layers)
+
+
+def _fix_git(root: Path) -> None:
+    """Repairs what can be repaired, and says it. CommandError when something could not be: then nothing is published."""
+    from tools.check.git_repair import repair_tree
+
+    repaired = repair_tree(root)
+    check_command.say_repairs(repaired)
+    if repaired.refused:
+        raise exits.CommandError(
+            f"--fix-git: {len(repaired.refused)} of {len(repaired.refused) + len(repaired.repairs)} repositories cannot be repaired; "
+            "nothing is published: mend them, or push without --fix-git, for the others are repaired"
+        )
 
 
 def _resolve(arguments: argparse.Namespace) -> Group:

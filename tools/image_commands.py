@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -11,6 +11,7 @@ import attrs
 from tools import exits, output, publishing, settings
 
 if TYPE_CHECKING:
+    from registry import GroupConfig
     from registry.images import Image
     from registry.publish import GroupSource
     from registry.splitting import GroupSpec
@@ -91,8 +92,13 @@ def run_split(arguments: argparse.Namespace) -> int:
 
 def target(prefix: str, name: str, tag: str | None) -> str:
     """The reference that a group is published under. InvalidReference."""
-    from registry import parse_reference
+    from registry import InvalidReference, parse_reference
 
+    if ":" in prefix.removeprefix("oci:").rpartition("/")[2] and (prefix.startswith("oci:") or "/" in prefix):
+        raise InvalidReference(
+            f"--to {prefix}: expected a PREFIX without a tag, to which the groups' names are added; a tag is given with --tag, "
+            "and a directory whose name has a colon with / behind it"
+        )
     if prefix.startswith("oci:"):
         reference = f"{prefix}:{name}" + (f"-{tag}" if tag else "")
     else:
@@ -116,6 +122,7 @@ def split_image(
         raise exits.CommandError(f"{image.name}: {error}", exits.USAGE) from error
     attribution = attribute(image.config, image.history, ranges)
     unkept = [f"groups do not keep this of its configuration: {', '.join(image.unkept)}"] if image.unkept else []
+    doubts = [f"environments do not understand this of its configuration: {doubt}" for doubt in _doubts(image.config)]
     groups = [
         GroupSource(
             reference,
@@ -126,4 +133,17 @@ def split_image(
         )
         for spec, reference, layers, config in zip(specs, references, ranges, attribution.configs, strict=True)
     ]
-    return groups, (*attribution.messages, *unkept)
+    return groups, (*attribution.messages, *unkept, *doubts)
+
+
+def _doubts(config: GroupConfig) -> Iterator[str]:
+    """What `group push` refuses; an image's layers are good without it."""
+    from envlet.errors import EnvletError
+    from envlet.users import split_user
+
+    if config.workdir is not None and not config.workdir.startswith("/"):
+        yield f"the working directory {config.workdir!r}, which is no absolute path"
+    try:
+        split_user(config.user or "")
+    except EnvletError as error:
+        yield f"the user: {error.message}"

@@ -7,9 +7,9 @@ of `config`; the index gets a time that no entry has.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
-import secrets
 import shutil
 import stat
 import tempfile
@@ -18,9 +18,19 @@ from pathlib import Path
 
 from attrs import frozen
 
-from layerformat import Entry, Kind, encode
+from layerformat import Entry, Kind, encode, printable
 from tools.check.git_index import IndexDamaged
-from tools.check.git_repositories import Config, GitFailed, Repository, child_path, parse_config, read_file, run_git
+from tools.check.git_repositories import (
+    Config,
+    GitFailed,
+    Repository,
+    child_path,
+    indexes_without_worktree,
+    parse_config,
+    read_file,
+    run_git,
+    stray_gitfiles,
+)
 from tools.check.git_worktree import SETTINGS, DirectoryTree, Refreshed, ViewTree, WorkTree, open_index, refresh_index
 from tools.check.opening import Plan
 from tools.exits import CommandError
@@ -72,61 +82,144 @@ def with_settings(config: bytes) -> bytes:
 # A directory
 
 
-def repair_tree(root: Path, *, progress: Progress | None = None) -> list[Repair]:
-    """Repairs every work tree below a directory whose `.git` is a directory. RepairRefused, GitFailed, OSError."""
-    return [repair_index(worktree, progress=progress) for worktree in find_worktrees(root)]
+@frozen
+class TreeRepair:
+    """What was done below a directory.
+
+    refused  sentences about work trees that cannot be repaired, and are as they were
+    skipped  these, and sentences about those that are not looked at, for their repository is elsewhere
+    """
+
+    repairs: tuple[Repair, ...]
+    refused: tuple[str, ...]
+    skipped: tuple[str, ...]
 
 
-def find_worktrees(root: Path) -> Iterator[Path]:
-    """Directories below `root`, itself included, that have a `.git` directory with an index."""
-    for directory, names, _ in os.walk(os.fsencode(root)):
-        if b".git" in names:
-            names.remove(b".git")
-            git_directory = os.path.join(directory, b".git")
-            if not os.path.islink(git_directory) and os.path.lexists(os.path.join(git_directory, b"index")):
-                yield Path(os.fsdecode(directory))
+def repair_tree(root: Path, *, progress: Progress | None = None) -> TreeRepair:
+    """Repairs the work trees below a directory, itself included, whose `.git` is a directory: all are looked at before the
+    first is changed, and one that cannot be repaired keeps no other from it.
+    """
+    edits: list[_Edit] = []
+    repairs: list[Repair] = []
+    refused: list[str] = []
+    elsewhere: list[str] = []
+    for worktree in _find_worktrees(root):
+        if not stat.S_ISDIR((worktree / ".git").lstat().st_mode):
+            elsewhere.append(f"{worktree / '.git'}: its repository is elsewhere, and is not looked at before it is packed")
+            continue
+        with _noting_refusal(worktree, refused):
+            edits.append(_plan_edit(worktree, progress))
+    for edit in edits:
+        with _noting_refusal(edit.worktree, refused):
+            edit.apply()
+            repairs.append(edit.repair)
+    return TreeRepair(tuple(repairs), tuple(refused), (*refused, *elsewhere))
+
+
+@contextlib.contextmanager
+def _noting_refusal(worktree: Path, refused: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except RepairRefused as error:
+        refused.append(str(error))
+    except OSError as error:
+        refused.append(f"{error.filename or worktree}: {error.strerror}")
+
+
+def _find_worktrees(root: Path) -> Iterator[Path]:
+    """Directories with a `.git`: one with an index in it, or something else than a directory."""
+    for directory, names, files in os.walk(os.fsencode(root)):
+        if b".git" not in names and b".git" not in files:
+            continue
+        names[:] = [name for name in names if name != b".git"]
+        git_directory = os.path.join(directory, b".git")
+        is_own = stat.S_ISDIR(os.lstat(git_directory).st_mode)
+        if not is_own or os.path.lexists(os.path.join(git_directory, b"index")):
+            yield Path(os.fsdecode(directory))
 
 
 def repair_index(worktree: Path, *, progress: Progress | None = None) -> Repair:
-    """Repairs one work tree in place: `.git/config` and `.git/index` are replaced, each whole or not at all.
+    """Repairs one work tree in place: `.git/config` and `.git/index` are replaced, both or none, under git's own locks.
 
-    The tree may be a stranger's: no symlink is followed, and nothing that it configures is run. RepairRefused when the
-    index cannot be repaired; GitFailed when git cannot read the configuration; OSError.
+    The tree may be a stranger's: no symlink is followed, and nothing that it configures is run. RepairRefused when it
+    cannot be repaired; OSError.
     """
+    edit = _plan_edit(worktree, progress)
+    edit.apply()
+    return edit.repair
+
+
+@frozen
+class _NewFile:
+    """What a file is to become. `mtime_ns` None: its time stays."""
+
+    path: Path
+    before: bytes
+    data: bytes
+    mtime_ns: int | None
+
+
+@frozen
+class _Edit:
+    """A repair that is worked out and not done yet."""
+
+    worktree: Path
+    files: tuple[_NewFile, ...]
+    repair: Repair
+
+    def apply(self) -> None:
+        """Replaces the files when all of them are written. RepairRefused, OSError."""
+        git_directory = self.worktree / ".git"
+        before = git_directory.stat()
+        with contextlib.ExitStack() as stack:
+            locks = [stack.enter_context(_locked(file)) for file in self.files]
+            for file, lock in zip(self.files, locks, strict=True):
+                lock.replace(file.path)
+        if self.files:
+            os.utime(git_directory, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _plan_edit(worktree: Path, progress: Progress | None) -> _Edit:
     git_directory = worktree / ".git"
-    for path, is_kind in ((git_directory, stat.S_ISDIR), (git_directory / "config", stat.S_ISREG), (git_directory / "index", stat.S_ISREG)):
+    config_path, index_path = git_directory / "config", git_directory / "index"
+    for path, is_kind in ((git_directory, stat.S_ISDIR), (config_path, stat.S_ISREG), (index_path, stat.S_ISREG)):
         if not is_kind(path.lstat().st_mode):
             kind = "directory" if is_kind is stat.S_ISDIR else "file"
             raise RepairRefused(f"{path}: expected a {kind} of the repository itself, received something else")
-    before = git_directory.stat()
-    config, index = (git_directory / "config").read_bytes(), (git_directory / "index").read_bytes()
-    mtime_ns = (git_directory / "index").stat().st_mtime_ns
+    config, index, mtime_ns = config_path.read_bytes(), index_path.read_bytes(), index_path.stat().st_mtime_ns
     tree = DirectoryTree(os.fsencode(worktree))
     new_config, refreshed = _repaired(str(worktree), config, index, mtime_ns, tree, progress)
+    files = []
     if new_config != config:
-        _replace(git_directory / "config", new_config, None)
+        files.append(_NewFile(config_path, config, new_config, None))
     if (refreshed.data, refreshed.mtime_ns) != (index, mtime_ns):
-        _replace(git_directory / "index", refreshed.data, refreshed.mtime_ns)
-    os.utime(git_directory, ns=(before.st_atime_ns, before.st_mtime_ns))
-    changed = (new_config, refreshed.data, refreshed.mtime_ns) != (config, index, mtime_ns)
-    return _repair(os.fsencode(worktree), changed, refreshed)
+        files.append(_NewFile(index_path, index, refreshed.data, refreshed.mtime_ns))
+    return _Edit(worktree, tuple(files), _repair(os.fsencode(worktree), bool(files), refreshed))
 
 
-def _replace(path: Path, data: bytes, mtime_ns: int | None) -> None:
-    """New contents under the owner, mode and attributes of the old; and its time, unless another is given."""
-    before = path.lstat()
-    unfinished = path.with_name(f"{path.name}.weenv-{secrets.token_hex(8)}")
+@contextlib.contextmanager
+def _locked(file: _NewFile) -> Iterator[Path]:
+    """The lock that git takes to write a file, with the new contents under the owner, mode and attributes of the old; gone
+    afterwards, unless it was renamed. RepairRefused when it is taken, or the file is not what was looked at.
+    """
+    lock = file.path.with_name(f"{file.path.name}.lock")
     try:
-        with unfinished.open("xb") as file:
-            file.write(data)
-        os.chown(unfinished, before.st_uid, before.st_gid)
-        shutil.copystat(path, unfinished, follow_symlinks=False)
-        if mtime_ns is not None:
-            os.utime(unfinished, ns=(mtime_ns, mtime_ns))
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+        target = lock.open("xb")
+    except FileExistsError:
+        raise RepairRefused(f"{lock}: a git command is at work there, or was killed; when none is, remove it") from None
+    try:
+        with target:
+            target.write(file.data)
+        before = file.path.lstat()
+        if not stat.S_ISREG(before.st_mode) or file.path.read_bytes() != file.before:
+            raise RepairRefused(f"{file.path}: expected what was there a moment ago, it has changed")
+        os.chown(lock, before.st_uid, before.st_gid)
+        shutil.copystat(file.path, lock, follow_symlinks=False)
+        if file.mtime_ns is not None:
+            os.utime(lock, ns=(file.mtime_ns, file.mtime_ns))
+        yield lock
+    finally:
+        lock.unlink(missing_ok=True)
 
 
 # A plan
@@ -152,12 +245,14 @@ def repair_layer(plan: Plan, view: View, repositories: Sequence[Repository], *, 
         for worktree in repository.worktrees:
             try:
                 changed, repair = _repair_worktree(plan, view, repository, worktree.path, worktree.git_directory, progress)
-            except (RepairRefused, GitFailed) as error:
+            except RepairRefused as error:
                 skipped.append(str(error))
                 continue
             known = {entry.path for entry, _ in entries}
             entries += [(entry, data) for entry, data in changed if entry.path not in known]
             repairs.append(repair)
+        skipped += [f"/{printable(path)}: no work tree of the plan leads to it" for path in indexes_without_worktree(view, repository)]
+    skipped += [f"/{printable(path)}: leads to no repository of the plan" for path, _ in stray_gitfiles(view, repositories)]
     if not entries:
         return RepairLayer(None, tuple(repairs), tuple(skipped))
     layer = io.BytesIO()
@@ -212,12 +307,12 @@ def _entry(view: View, path: bytes, file: File, data: bytes, mtime_ns: int) -> t
 def _repaired(
     name: str, config: bytes, index: bytes, index_mtime_ns: int, tree: WorkTree, progress: Progress | None
 ) -> tuple[bytes, Refreshed]:
-    parsed = parse_config(config)
     try:
+        parsed = parse_config(config)
         checked = open_index(index, parsed.hash_name)
-    except (IndexDamaged, ValueError) as error:
+        new_config = config if has_settings(parsed) else with_settings(config)
+    except (GitFailed, IndexDamaged, ValueError) as error:
         raise RepairRefused(f"{name}: {error}") from None
-    new_config = config if has_settings(parsed) else with_settings(config)
     return new_config, refresh_index(checked, index_mtime_ns, parsed.hash_name, tree, progress=progress)
 
 

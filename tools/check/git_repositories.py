@@ -94,6 +94,42 @@ def find_repositories(view: View) -> list[Repository]:
     return sorted(repositories, key=lambda repository: repository.path)
 
 
+def stray_gitfiles(view: View, repositories: Sequence[Repository]) -> list[tuple[bytes, bytes]]:
+    """Files named `.git` that lead to no repository of the view: their paths, and what is in them."""
+    known = {worktree.path for repository in repositories for worktree in repository.worktrees}
+    found = []
+    for path, node in view.walk():
+        parent, _, name = path.rpartition(b"/")
+        if name == b".git" and isinstance(node, File) and parent not in known:
+            text = view.target(node) if node.inode.is_symlink else small_file(view, node)
+            found.append((path, text.removeprefix(b"gitdir:").strip()))
+    return found
+
+
+def linked_directories(repository: Repository) -> dict[bytes, Directory]:
+    """What a repository keeps of linked worktrees: git directories by their paths in the view."""
+    kept = repository.directory.children.get(b"worktrees")
+    children = kept.children if isinstance(kept, Directory) else {}
+    return {repository.inside(b"worktrees/" + name): node for name, node in sorted(children.items()) if isinstance(node, Directory)}
+
+
+def git_directories(view: View, repository: Repository) -> dict[bytes, Directory]:
+    """Those that have a HEAD and an index of their own, by their paths in the view, the repository's first."""
+    found = {repository.path: repository.directory, **linked_directories(repository)}
+    for worktree in repository.worktrees:
+        directory = view.lookup(worktree.git_directory)
+        if isinstance(directory, Directory):
+            found.setdefault(worktree.git_directory, directory)
+    return found
+
+
+def indexes_without_worktree(view: View, repository: Repository) -> list[bytes]:
+    """The paths of indexes whose work tree is not known."""
+    known = {worktree.git_directory for worktree in repository.worktrees}
+    found = [path for path, directory in git_directories(view, repository).items() if path not in known and b"index" in directory.children]
+    return [child_path(path, b"index") for path in found]
+
+
 def _is_repository(node: Directory) -> bool:
     objects, refs = node.children.get(b"objects"), node.children.get(b"refs")
     has_refs = isinstance(refs, Directory) or b"packed-refs" in node.children
@@ -101,10 +137,10 @@ def _is_repository(node: Directory) -> bool:
 
 
 def _follow_gitfile(view: View, path: bytes, file: File) -> tuple[Directory, Directory] | None:
-    """Where `gitdir: PATH` leads, of a linked worktree or a submodule: the repository, and the git directory of the
-    checkout; None when that is nowhere in the view.
+    """Where `gitdir: PATH` or a symlink leads, of a linked worktree, a submodule or a separate git directory: the
+    repository, and the git directory of the checkout; None when that is nowhere in the view.
     """
-    text = small_file(view, file)
+    text = b"gitdir:" + view.target(file) if file.inode.is_symlink else small_file(view, file)
     if not text.startswith(b"gitdir:"):
         return None
     directory = _directory_at(view, path.rpartition(b"/")[0], text.removeprefix(b"gitdir:").strip())
