@@ -239,26 +239,61 @@ def test_a_pipe_is_no_layer() -> None:
     assert b"/dev/stdin: expected a file that can be read at any place" in subprocess.run(program, shell=True, capture_output=True).stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_convert_leaves_nothing_when_it_is_interrupted(tmp_path: Path, number: int) -> None:
-    """In the middle: the source is a pipe that stops after one file."""
+def convert_until(tmp_path: Path, number: int, disposition: signal.Handlers) -> tuple[subprocess.Popen[bytes], bytes]:
+    """A conversion in the middle, for its source is a pipe that stops after one file; and the rest of the source."""
     archive = write_pax([file(b"f", make_content(3 << 20, 1, False)), file(b"g", make_content(3 << 20, 2, False))])
     process = subprocess.Popen(
         [WEENV, "layer", "convert", "-", tmp_path / "layer", "--recipe", tmp_path / "recipe"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(number, disposition),
     )
     assert process.stdin is not None
     process.stdin.write(archive[: 4 << 20])
     process.stdin.flush()
     while not any(path.stat().st_size for path in tmp_path.glob(".layer.*.partial")):
         time.sleep(0.01)
+    return process, archive[4 << 20 :]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_convert_leaves_nothing_when_it_is_interrupted(tmp_path: Path, number: int) -> None:
+    process, _rest = convert_until(tmp_path, number, signal.SIG_DFL)
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert b"Traceback" not in errors
     assert os.listdir(tmp_path) == []
+
+
+def test_a_command_that_ignores_a_closed_session_goes_on(tmp_path: Path) -> None:
+    """As nohup has it."""
+    process, rest = convert_until(tmp_path, signal.SIGHUP, signal.SIG_IGN)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(rest, timeout=30)
+    assert process.returncode == 0
+    assert sorted(os.listdir(tmp_path)) == ["layer", "recipe"]
+
+
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM])
+def test_cleaning_is_not_broken_off_by_a_second_signal(first: int) -> None:
+    cleaned = []
+
+    def clean() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        cleaned.append(True)
+
+    def end() -> None:
+        with exits.terminable(), contextlib.ExitStack() as stack:
+            stack.callback(clean)
+            os.kill(os.getpid(), first)
+
+    before = signal.getsignal(signal.SIGHUP)
+    with pytest.raises(exits.Terminated) as raised:
+        end()
+    assert (raised.value.code, cleaned) == (128 + first, [True])
+    assert signal.getsignal(signal.SIGHUP) is before
 
 
 @contextlib.contextmanager
@@ -338,7 +373,7 @@ def scratch_of(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("moment", ["manifest", "layer", "mounted"])
 def test_mount_leaves_nothing_whenever_it_is_interrupted(layer: Path, tmp_path: Path, number: int, moment: str) -> None:
     reference = f"oci:{tmp_path}/layout:base"
@@ -351,7 +386,7 @@ def test_mount_leaves_nothing_whenever_it_is_interrupted(layer: Path, tmp_path: 
             stderr=subprocess.PIPE,
             env=scratch_of(tmp_path),
             # A shell that runs the tests in the background has them, and what they start, ignore an interrupt.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
         )
         assert process.stderr is not None
         if moment == "mounted":

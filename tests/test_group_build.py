@@ -424,7 +424,7 @@ def test_a_failure_leaves_the_tag_as_it_was(workshop: Workshop) -> None:
     assert resolve_group(f"oci:{workshop.home}/groups:result").reference == pinned
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_leaves_nothing(workshop: Workshop, number: int, status: int) -> None:
     recipe = workshop.write(HEAD + "[[steps]]\nrun = 'echo begun >&2; sleep 1000'\n")
     scratch = workshop.home / "scratch"
@@ -432,7 +432,12 @@ def test_a_signal_leaves_nothing(workshop: Workshop, number: int, status: int) -
     target = f"oci:{workshop.home}/groups:cut"
     command = [WEENV, "group", "build", recipe, "--to", target, "--socket", workshop.node.socket]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(scratch)}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     ) as process:
         assert process.stderr is not None
         assert process.stdout is not None
@@ -457,22 +462,97 @@ def test_a_signal_leaves_nothing(workshop: Workshop, number: int, status: int) -
         ("from = 'odd'\nto = '/x'", "received a fifo at 'fifo'"),
         ("from = 'odd'\nto = '/x'\nmode = '0644'", "files[0].mode: expected none for the directory 'odd', received '0644'"),
         ("contents = ''\nto = '/'", "files[0].to: expected the path of a file, received '/'"),
+        ("contents = ''\nto = '/etc/.'", "files[0].to: expected the path of a file, received '/etc/.'"),
+        ("contents = ''\nto = '/project'", "files[0].to: expected the path of a file, received '/project', which is a directory"),
+        ("contents = ''\nto = '//./project'", "expected the path of a file, received '/project', which is a directory of the base groups"),
+        ("contents = ''\nto = '/link'", "received '/link', which is a symlink of the base groups to 'project'"),
+        ("contents = ''\nto = '/link/x'", "received '/link/x', where '/link' is a symlink of the base groups to 'project'"),
+        ("from = 'tree'\nto = '/'", "expected the path of a directory, received '/link', which is a symlink of the base groups"),
+        ("from = 'tree'\nto = '/project/old'", "expected the path of a directory, received '/project/old', which is a file of the base"),
+        ("contents = ''\nto = '/project/old/x'", "where '/project/old' is a file of the base groups"),
+        ("from = 'replacing'\nto = '/'", "expected the path of a file, received '/project', which is a directory of the base groups"),
+        ("contents = ''\nto = '/n/a'\n[[files]]\ncontents = ''\nto = '/n'", "files[1].to: expected the path of a file, received '/n'"),
+        ("contents = ''\nto = '/n'\n[[files]]\ncontents = ''\nto = '/n/a'", "files[1].to: expected a path through directories"),
+        ("contents = ''\nto = '/etc/.wh.x'", "files[0].to: expected no name that begins with .wh., which would be a whiteout"),
+        ("contents = ''\nto = '/etc/.wh..wh..opq'", "received '/etc/.wh..wh..opq'"),
+        ("contents = ''\nto = '/.wh.etc/x'", "expected no name that begins with .wh."),
+        ("from = 'tree'\nto = '/.wh.etc'", "expected no name that begins with .wh."),
+        ("from = 'hiding'\nto = '/x'", "files[0].from: .wh.x: a name that begins with .wh. would be a whiteout"),
+        ("contents = ''\nto = '/proc/x'", "files[0].to: expected a path outside /proc, /sys and /dev"),
+        ("contents = ''\nto = '/./sys'", "received '/sys'"),
+        ("from = 'tree'\nto = '/dev'", "which every environment mounts over, received '/dev/link'"),
     ],
 )
 def test_files_that_cannot_be_put_in(workshop: Workshop, files: str, said: str) -> None:
     os.mkfifo(workshop.home / "fifo")
-    (workshop.home / "odd").mkdir()
+    for name in ("odd", "tree/link", "replacing", "hiding"):
+        (workshop.home / name).mkdir(parents=True)
     os.mkfifo(workshop.home / "odd/fifo")
-    workshop.write(HEAD + f"[[files]]\n{files}\n")
+    (workshop.home / "tree/link/x").write_text("x")
+    (workshop.home / "replacing/project").symlink_to("tmp")
+    (workshop.home / "hiding/.wh.x").write_text("x")
+    recipe = workshop.write(HEAD + f"[[files]]\n{files}\n")
     made = workshop.made()
-    assert workshop.build().status == USAGE
-    assert said in workshop.build().err
+    told = refused(workshop, USAGE)
+    assert told.startswith(f"weenv: {recipe}: files[")
+    assert said in told
     assert workshop.made() == made
 
 
-def test_files_do_not_go_through_symlinks(workshop: Workshop) -> None:
-    workshop.write(HEAD + "[[files]]\ncontents = ''\nto = '/link/x'\n")
-    assert "/link: an entry below it needs a directory here" in refused(workshop, ERROR)
+def test_what_files_may_replace(workshop: Workshop) -> None:
+    """A file, and a symlink to none or by another; and `proc` may be in a root, as a mount point."""
+    (workshop.home / "tree/proc").mkdir(parents=True)
+    (workshop.home / "tree/link").symlink_to("tmp")
+    (workshop.home / "tree/project").mkdir()
+    (workshop.home / "tree/project/old").symlink_to("kept")
+    workshop.write(HEAD + "[[files]]\nfrom = 'tree'\nto = '/'\n[[files]]\ncontents = 'a'\nto = '/bin/wc'\n")
+    rows = contents(workshop.built())
+    assert {path: row.kind for path, row in rows.items()} == {
+        "link": "symlink", "project": "directory", "project/old": "symlink", "bin": "directory", "bin/wc": "regular",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("link", ["/etc", "../outside", "tree/deep"])
+@pytest.mark.parametrize(
+    ("recipe", "key"),
+    [
+        ("[[files]]\nfrom = 's'\nto = '/x'\n", "files[0].from"),
+        ("[[files]]\nfrom = 's/passwd'\nto = '/x'\n", "files[0].from"),
+        ("[cache]\nlocks = ['s/passwd']\n", "cache.locks[0]"),
+    ],
+)
+def test_a_recipe_reads_nothing_outside_its_directory(workshop: Workshop, recipe: str, key: str, link: str) -> None:
+    outside, home = workshop.home / "outside", workshop.home / "recipes"
+    outside.mkdir()
+    (home / "tree").mkdir(parents=True)
+    (outside / "passwd").write_text("secret")
+    (home / "tree/deep").symlink_to("../../outside")
+    (home / "s").symlink_to(link)
+    path = workshop.write(HEAD.replace("oci:", "oci:../") + recipe, "recipes/recipe.toml")
+    made = workshop.made()
+    ran = workshop.build(recipe="recipes/recipe.toml")
+    assert (ran.status, workshop.made()) == (USAGE, made)
+    leads = "/etc" if link == "/etc" else str(outside)
+    assert f"{path}: {key}: expected a path that stays below the recipe's directory, received 's" in ran.err
+    assert f"which leads to '{leads}" in ran.err
+
+
+def test_symlinks_inside_the_directory_of_a_recipe(workshop: Workshop) -> None:
+    """Those that a recipe names are followed, those below a directory stay what they are, wherever they lead."""
+    (workshop.home / "tree/sub").mkdir(parents=True)
+    (workshop.home / "tree/sub/file").write_text("x")
+    (workshop.home / "tree/sub/out").symlink_to("/etc/passwd")
+    (workshop.home / "a").symlink_to("b")
+    (workshop.home / "b").symlink_to(workshop.home / "tree/sub")
+    workshop.write(HEAD + "[[files]]\nfrom = 'a'\nto = '/n'\n[[files]]\nfrom = 'a/file'\nto = '/f'\n[cache]\nlocks = ['a/file']\n")
+    rows = contents(workshop.built())
+    assert (rows["f"].content, rows["n/file"].content, rows["n/out"].kind) == (b"x", b"x", "symlink")
+
+
+def test_what_the_node_refuses_is_said_of_the_recipe(workshop: Workshop) -> None:
+    for text in ("network = 'host'\n", "[config]\nworkdir = '/project/old'\n", "[[steps]]\nrun = 'true'\nuser = 'nobody'\n"):
+        recipe = workshop.write(HEAD + text)
+        assert f"\nweenv: {recipe}: " in "\n" + refused(workshop, USAGE)
 
 
 def test_options_that_do_not_fit(workshop: Workshop) -> None:
@@ -520,6 +600,12 @@ def test_options_that_do_not_fit(workshop: Workshop) -> None:
         (HEAD + "[[files]]\nto = '/..'\ncontents = ''", "files[0].to: expected an absolute path without '..'"),
         (HEAD + "[[files]]\nto = '/a'\ncontents = ''\nmode = 'rwx'", "files[0].mode: expected an octal mode such as 0644, received 'rwx'"),
         (HEAD + "[[files]]\nto = '/a'\ncontents = ''\nowner = 'root'", "files[0].owner: expected UID or UID:GID, numbers"),
+        (HEAD + "exclude = ['ok', '../y']", "exclude[1]: expected a pattern of paths below the root, received '../y': no file is called"),
+        (HEAD + "exclude = ['./y']", "exclude[0]: expected a pattern of paths below the root"),
+        (HEAD + "exclude = ['a//b']", "received 'a//b': a name is empty"),
+        (HEAD + "exclude = ['{{ v }}']\n[variables]\nv = '/'", "received '/': it has no name"),
+        (HEAD + "exclude = ['tmp/[a']", "received 'tmp/[a': a bracket without its other half"),
+        (HEAD + "exclude = ['tmp/.wh.a']", "a removal is meant by the name of what it removes"),
         (HEAD + "exclude = ['{{ where }}']", "exclude[0]: 'where' is undefined; expected one of [variables]: none"),
         (HEAD + "[[steps]]\nrun = '{{ a'", "steps[0].run: expected a Jinja2 template: line 1"),
         (HEAD + "[config]\nenv = { A = '{{ 1 // 0 }}' }", "config.env.A: the template failed"),
@@ -542,6 +628,39 @@ def test_templates_leave_the_shell_alone(tmp_path: Path) -> None:
     for text in ("{{ lipsum() }}", "{{ [1, 2] | random }}"):
         with pytest.raises(RecipeError):
             Renderer({}).render(text, "run")
+
+
+@pytest.mark.parametrize(
+    ("template", "received"),
+    [
+        ("{% for i in 'a' * 999999999 %}{% endfor %}", "at most 256 MiB"),
+        ("{{ 'a' * 999999999 }}", "at most 256 MiB"),
+        ("{{ '%999999999d' % 1 }}", "at most 256 MiB"),
+        ("{{ 'a' | center(999999999) }}", "at most 256 MiB"),
+        ("{% set x = 'aaaaaaaa' %}" + "{% set x = x ~ x %}" * 40, "at most 256 MiB"),
+        ("{{ 'a' * 9000000 }}", "at most 8,388,608 characters"),
+        ("{{ 9 ** (9 ** 9) }}", "at most 1 s of processor time"),
+        ("{% for a in 'x' * 99999 %}" * 3 + "{% endfor %}" * 3, "at most 1 s of processor time"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "the template failed: maximum recursion depth exceeded"),
+        ("{{ '\\ud800' }}", "surrogates not allowed"),
+    ],
+)
+def test_templates_have_bounds(monkeypatch: pytest.MonkeyPatch, template: str, received: str) -> None:
+    monkeypatch.setattr("tools.recipes.templates.MAX_PROCESSOR_S", 1)
+    with pytest.raises(RecipeError) as raised:
+        Renderer({"v": "1"}).render_all([("a", "{{ v }}"), ("b", template), ("c", "plain")])
+    assert str(raised.value).startswith("b: ")
+    assert received in str(raised.value)
+
+
+def test_texts_are_rendered_where_they_stand(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(
+        'name = "{{ v }}"\nbase = ["plain", "{{ v }}2"]\nexclude = ["{{ v }}3"]\nepoch = 7\n'
+        '[variables]\nv = "{{ x }}"\n[config]\nenv = { A = "{{ v }}4", B = "b" }\ncmd = ["{{ v }}5"]\n'
+    )
+    recipe = load_recipe(tmp_path / "r.toml", {"v": "w"})
+    assert (recipe.name, recipe.base, recipe.exclude, recipe.epoch) == ("{{ v }}", ("plain", "w2"), ("w3",), 7)
+    assert (recipe.config.env, recipe.config.cmd, recipe.variables) == ({"A": "w4", "B": "b"}, ("w5",), {"v": "w"})
 
 
 # ---- the layer of a diff ----

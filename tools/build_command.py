@@ -16,9 +16,10 @@ from tools.node_commands import add_socket
 if TYPE_CHECKING:
     from registry import Group, GroupConfig
     from tools.recipes.environment import Place
-    from tools.recipes.files import IsDirectory, Tree
+    from tools.recipes.files import Tree
     from tools.recipes.keys import CacheMode
     from tools.recipes.recipe import Recipe
+    from weefs.merge import View
 
 
 def register(commands: Any) -> None:
@@ -52,7 +53,7 @@ class _Build:
     """What is built, from what, and where it goes."""
 
     recipe: Recipe
-    directory: Path
+    path: Path
     reference: str
     base: tuple[Group, ...]
     keys: str | None
@@ -80,16 +81,15 @@ def run(arguments: argparse.Namespace) -> int:
     parse_target(arguments.to, recipe.role)  # refused before anything is run
     mode: CacheMode = arguments.cache or default_mode(recipe)
     check_mode(mode, recipe)
-    directory = arguments.recipe.parent
     place = Place(settings.socket_path(arguments.socket), arguments.cpu, arguments.memory)
     with exits.terminable():
-        base = resolve_beside(recipe.base, directory)
-        return _print(arguments, build_group(recipe, directory, arguments.to, base, mode, place, arguments.jobs))
+        base = resolve_beside(recipe.base, arguments.recipe.parent)
+        return _print(arguments, build_group(recipe, arguments.recipe, arguments.to, base, mode, place, arguments.jobs))
 
 
 def build_group(
     recipe: Recipe,
-    directory: Path,
+    path: Path,
     reference: str,
     base: tuple[Group, ...],
     mode: CacheMode,
@@ -97,20 +97,22 @@ def build_group(
     jobs: int,
     make_trees: Callable[[Path], Sequence[Tree]] = lambda _scratch: (),
 ) -> Built:
-    """Takes the earlier result, or runs the recipe of `directory` and publishes.
+    """Takes the earlier result, or runs the recipe of the file `path` and publishes.
 
     `make_trees`: makes, in a scratch directory, what is put in besides the recipe's files; called only when something is
     built. CommandError, RegistryError, EnvletError and their kinds.
     """
     from tools.recipes.keys import build_keys, keys_text
+    from tools.recipes.recipe import named
 
-    keys = build_keys(recipe, directory, [group.digest for group in base])
+    with named(path):
+        keys = build_keys(recipe, path.parent, [group.digest for group in base])
     earlier = None if mode == "scratch" else _find_earlier(reference, mode, keys)
     if earlier is not None:
         output.say(f"{earlier}: {_SAME[mode]} as when it was built; nothing is run")
         return Built(earlier, False, mode)
-    build = _Build(recipe, directory, reference, base, keys_text(keys), jobs)
-    with tempfile.TemporaryDirectory(prefix="weenv-build-") as scratch:
+    build = _Build(recipe, path, reference, base, keys_text(keys), jobs)
+    with named(path), tempfile.TemporaryDirectory(prefix="weenv-build-") as scratch:
         pinned, steps = _build(build, place, Path(scratch), make_trees(Path(scratch)))
     return Built(pinned, True, mode, tuple(steps))
 
@@ -185,7 +187,7 @@ def _build(build: _Build, place: Place, scratch: Path, trees: Sequence[Tree]) ->
     with (scratch / "files.tar").open("w+b") as files, (scratch / "diff.tar").open("w+b") as diff:
         has_files = bool(build.recipe.files or trees)
         if has_files:
-            write_files(build.recipe, build.directory, _directories(build, trees), files, trees)
+            write_files(build.recipe, build.path.parent, _view(build.base), files, trees)
             files.seek(0)
         groups = [group.reference for group in build.base]
         steps = run_steps(build.recipe, groups, files if has_files else None, place, diff)
@@ -202,17 +204,14 @@ def _build(build: _Build, place: Place, scratch: Path, trees: Sequence[Tree]) ->
     return pinned[0], steps
 
 
-def _directories(build: _Build, trees: Sequence[Tree]) -> IsDirectory:
-    """Which directories the base groups have; their metadata is fetched when a directory is put in."""
-    if not trees and not any(spec.source is not None and (build.directory / spec.source).is_dir() for spec in build.recipe.files):
-        return lambda _path: False
+def _view(base: Sequence[Group]) -> View:
+    """What the base groups have at each path: their metadata is fetched, no contents."""
     from tools.check.filesystem import deep_trees
     from tools.check.opening import open_plan
-    from weefs.merge import Directory, View
+    from weefs.merge import View
 
-    with open_plan(build.base[:-1], build.base[-1], settings.credentials()) as plan, deep_trees():
-        view = View(plan.layers)
-    return lambda path: isinstance(view.lookup(path), Directory)
+    with open_plan(base[:-1], base[-1], settings.credentials()) as plan, deep_trees():
+        return View(plan.layers)
 
 
 def _encode(build: _Build, scratch: Path, diff: BinaryIO) -> Path:

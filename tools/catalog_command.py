@@ -103,7 +103,7 @@ class _Plan:
         }
 
     def base(self, repository: Repository) -> list[str]:
-        return [anchored(name, repository.directory) for name in repository.recipe.base]
+        return [anchored(name, repository.recipe_path.parent) for name in repository.recipe.base]
 
     def counts(self) -> Counts:
         from tools.catalog.counts import Counts
@@ -190,7 +190,7 @@ def _build(arguments: argparse.Namespace, plan: _Plan, scratch: Path) -> _Packag
         keyed = source.keyed()
         outcome = build_group(
             keyed.recipe,
-            keyed.directory,
+            keyed.recipe_path,
             _target(arguments.to, keyed),
             base[name],
             _cache_mode(keyed),

@@ -69,7 +69,7 @@ async def _mount(arguments: argparse.Namespace, layers: list[Layer]) -> int:
     from weefs.cachedir import CacheDirectory
 
     stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, *exits.ending_signals()):
         asyncio.get_running_loop().add_signal_handler(number, _stop, stop, number)
     with contextlib.ExitStack() as stack:
         cache_path = arguments.cache or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weenv-mount-")))
@@ -121,7 +121,7 @@ def _attach(filesystem: Core, arguments: argparse.Namespace) -> None:
 
 
 async def _serve_until_interrupted(plane: Any, filesystem: Core, mountpoint: Path, stop: asyncio.Future[int]) -> None:
-    """Until ^C or SIGTERM, or until somebody else unmounts."""
+    """Until ^C, SIGTERM or SIGHUP, or until somebody else unmounts."""
     async with asyncio.TaskGroup() as tasks:
         fetcher = tasks.create_task(plane.run_fetcher())
         try:

@@ -90,7 +90,7 @@ class Repository:
     commit: str | None
     seal: bool
     recipe: Recipe
-    directory: Path
+    recipe_path: Path
 
 
 def load_config(path: Path) -> CatalogConfig:
@@ -127,7 +127,7 @@ def open_repository(config: CatalogConfig, name: str, path: Path, epoch_s: int |
         commit=spec.commit,
         seal=config.seal if spec.seal is None else spec.seal,
         recipe=_for_task(recipe, inside, f"{where}: {recipe_path}"),
-        directory=recipe_path.parent,
+        recipe_path=recipe_path,
     )
 
 

@@ -12,9 +12,10 @@ from typing import BinaryIO
 from attrs import frozen
 
 from envlet.client import Client
-from envlet.errors import NOT_FOUND, ConnectionLost, EnvletError
+from envlet.errors import APPLY_REFUSED, INVALID_PARAMS, NETWORK_REFUSED, NOT_FOUND, ConnectionLost, EnvletError
 from tools import exits, output
 from tools.recipes.recipe import Recipe, Step
+from tools.recipes.templates import RecipeError
 
 _SHELL = ("/bin/sh", "-e", "-c")
 _SHOWN_CHARACTERS = 80
@@ -34,8 +35,8 @@ class Place:
 
 def run_steps(recipe: Recipe, base: Sequence[str], files: BinaryIO | None, place: Place, diff: BinaryIO) -> list[float]:
     """Makes an environment of the groups `base` and the tar `files`, runs the steps in it, and writes what is different
-    then, as a tar, to `diff`; returns how long each step took, seconds. CommandError for a step that fails; EnvletError,
-    ConnectionLost.
+    then, as a tar, to `diff`; returns how long each step took, seconds. RecipeError for what the node refuses in the recipe,
+    CommandError for a step that fails; EnvletError, ConnectionLost.
     """
     with _environment(recipe, base, files, place) as (client, environment):
         wall_s = []
@@ -68,11 +69,13 @@ def _environment(recipe: Recipe, base: Sequence[str], files: BinaryIO | None, pl
                 labels={"weenv.build": recipe.name},
             )
             yield client, environment
-    except BaseException:
+    except BaseException as raised:
         try:
             _remove(place.socket, environment)
         except (EnvletError, ConnectionLost) as error:
             output.say(f"weenv: the environment {environment} may be left: {error}")
+        if isinstance(raised, EnvletError) and raised.code in (APPLY_REFUSED, INVALID_PARAMS, NETWORK_REFUSED):
+            raise RecipeError(exits.describe(raised)) from raised
         raise
     _remove(place.socket, environment)
 
@@ -115,8 +118,10 @@ def _run_step(client: Client, environment: str, step: Step, name: str) -> float:
                 stdio=(null.fileno(), _STDERR, _STDERR),
             )
         except EnvletError as error:
-            status = exits.status_for(error)
-            raise exits.CommandError(f"{name}: {exits.describe(error)}", exits.ERROR if status is None else status) from error
+            told, status = f"{name}: {exits.describe(error)}", exits.status_for(error)
+            if status == exits.USAGE:
+                raise RecipeError(told) from error
+            raise exits.CommandError(told, exits.ERROR if status is None else status) from error
     if result.timed_out:
         raise exits.CommandError(f"{name}: expected an end within {step.timeout_s:g} s (timeout_s); killed, with all that it started")
     if result.exit_code:

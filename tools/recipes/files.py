@@ -1,28 +1,31 @@
 """`[[files]]` of a recipe as a tar that an environment is made with.
 
 What a checkout leaves to chance is not taken over: owners are those that the recipe gives, permissions are 0755 for
-directories and for files that their owner may execute and 0644 for others, and all have one time.
+directories and for files that their owner may execute and 0644 for others, and all have one time. What goes where is
+checked against the base groups first (destinations.py).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from attrs import evolve, frozen
 
 from layerformat import Data, Entry, Kind, TarWriter, open_source, printable
+from layerformat.errors import UnsupportedEntry
 from tools import output
+from tools.recipes.destinations import Destinations
 from tools.recipes.recipe import FileSpec, Recipe, beside
 from tools.recipes.templates import RecipeError
 
+if TYPE_CHECKING:
+    from weefs.merge import View
+
 _COPY_BYTES = 1 << 20
 _KINDS = (Kind.REGULAR, Kind.DIRECTORY, Kind.SYMLINK, Kind.HARD_LINK)
-
-IsDirectory = Callable[[bytes], bool]
-"""Whether the groups below have a directory at a path."""
 
 
 @frozen
@@ -33,31 +36,42 @@ class Tree:
     to: str
 
 
-def write_files(recipe: Recipe, directory: Path, is_directory: IsDirectory, out: BinaryIO, trees: Sequence[Tree] = ()) -> None:
-    """Writes the tar: the trees, and over them the recipe's files. A directory that `is_directory` gets no entry: it stays
-    as it is. RecipeError, LayerError, OSError.
+def write_files(recipe: Recipe, directory: Path, base: View, out: BinaryIO, trees: Sequence[Tree] = ()) -> None:
+    """Writes the tar: the trees, and over them the recipe's files. A directory that the `base` groups have gets no entry: it
+    stays as it is. RecipeError, LayerError, OSError.
     """
+    destinations = Destinations(base)
     with TarWriter(out) as tar:
-        for entry, data in _all_entries(recipe, directory, trees):
-            if entry.kind is not Kind.DIRECTORY or not is_directory(entry.path):
-                tar.add(evolve(entry, mtime_ns=recipe.epoch * 1_000_000_000), data)
+        for where, entries in _sources(recipe, directory, trees):
+            for entry, data in entries:
+                if destinations.take(entry, where):
+                    tar.add(evolve(entry, mtime_ns=recipe.epoch * 1_000_000_000), data)
 
 
-def _all_entries(recipe: Recipe, directory: Path, trees: Sequence[Tree]) -> Iterator[tuple[Entry, Iterable[bytes]]]:
+def _sources(recipe: Recipe, directory: Path, trees: Sequence[Tree]) -> Iterator[tuple[str, Iterator[tuple[Entry, Iterable[bytes]]]]]:
+    """What is put in, in this order, and what names the place of each."""
     for tree in trees:
-        yield from _directory(FileSpec(to=tree.to), tree.source, os.fsencode(tree.to).strip(b"/"), tree.to)
+        yield f"the tree at {tree.to}", _directory(FileSpec(to=tree.to), tree.source, _inside(tree.to), tree.to)
     for number, spec in enumerate(recipe.files):
-        yield from _entries(spec, directory, f"files[{number}]")
+        yield f"files[{number}].to", _entries(spec, directory, f"files[{number}]")
+
+
+def _inside(to: str) -> bytes:
+    """An absolute path as an entry has it: from the root, empty for the root."""
+    return b"/".join(part for part in os.fsencode(to).split(b"/") if part not in (b"", b"."))
 
 
 def _entries(spec: FileSpec, directory: Path, where: str) -> Iterator[tuple[Entry, Iterable[bytes]]]:
-    to = os.fsencode(spec.to).strip(b"/")
+    to = _inside(spec.to)
     if spec.source is not None:
         source = beside(directory, spec.source, f"{where}.from")
         if source.is_dir():
-            yield from _directory(spec, source, to, where)
+            try:
+                yield from _directory(spec, source, to, where)
+            except UnsupportedEntry as error:
+                raise RecipeError(f"{where}.from: {error}") from error
             return
-    if not to or spec.to.endswith("/"):
+    if not to or spec.to.endswith(("/", "/.")):
         raise RecipeError(f"{where}.to: expected the path of a file, received '{spec.to}'")
     if spec.contents is not None:
         contents = spec.contents.encode()

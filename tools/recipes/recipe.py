@@ -6,6 +6,7 @@ only then.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from attrs import frozen
 from msgspec import Meta
 
 from registry.manifest import ROLES
+from tools.recipes.paths import matcher
 from tools.recipes.templates import RecipeError, Renderer
 
 DEFAULT_EPOCH_S = 315_532_800
@@ -135,8 +137,12 @@ def load_recipe(path: Path, overrides: Mapping[str, str], epoch_s: int | None = 
     defaults = _convert(data.get("variables", {}), Variables, path, "variables")
     variables = {**defaults, **_known(overrides, defaults, path)}
     renderer = Renderer(variables)
-    rendered = {key: value if key in _LITERAL_KEYS else _render(renderer, value, f"{path}: {key}") for key, value in data.items()}
+    templates = {key: value for key, value in data.items() if key not in _LITERAL_KEYS}
+    texts = [text for key, value in templates.items() for text in _texts(value, f"{path}: {key}")]
+    rendered = data | _replaced(templates, iter(renderer.render_all(texts)))
     recipe = _convert({**rendered, "variables": variables}, Recipe, path)
+    with named(path):
+        matcher(recipe.exclude)
     if epoch_s is not None:
         recipe = msgspec.structs.replace(recipe, epoch=epoch_s)
     _check_values(recipe, path)
@@ -213,23 +219,51 @@ def _known(overrides: Mapping[str, str], variables: Mapping[str, str], path: Pat
     return overrides
 
 
-def _render(renderer: Renderer, value: Any, where: str) -> Any:
-    """A value with every string in it rendered; keys stay."""
+def _texts(value: object, where: str) -> Iterator[tuple[str, str]]:
+    """Where each string of a value stands, and the string; keys are none."""
     if isinstance(value, str):
-        return renderer.render(value, where)
+        yield where, value
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            yield from _texts(part, f"{where}[{number}]")
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _texts(part, f"{where}.{key}")
+
+
+def _replaced(value: Any, texts: Iterator[str]) -> Any:
+    """A value with other strings, in the order of `_texts`."""
+    if isinstance(value, str):
+        return next(texts)
     if isinstance(value, list):
-        return [_render(renderer, part, f"{where}[{number}]") for number, part in enumerate(value)]
+        return [_replaced(part, texts) for part in value]
     if isinstance(value, dict):
-        return {key: _render(renderer, part, f"{where}.{key}") for key, part in value.items()}
+        return {key: _replaced(part, texts) for key, part in value.items()}
     return value
 
 
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """What is wrong with the recipe of the file `path` is said with its name."""
+    try:
+        yield
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from error
+
+
 def beside(directory: Path, name: str, where: str) -> Path:
-    """What a recipe in `directory` calls `name`: below that directory. RecipeError."""
+    """What a recipe in `directory` calls `name`: below that directory, also when symlinks are followed, for a recipe may be
+    a stranger's, and not everything that its builder can read is to be published. The path has no symlinks. RecipeError.
+    """
     relative = Path(name)
     if relative.is_absolute() or ".." in relative.parts:
         raise RecipeError(f"{where}: expected a path below the recipe's directory, without '..', received '{name}'")
     path = directory / relative
     if not path.exists():
         raise RecipeError(f"{where}: expected a file or directory beside the recipe, received '{name}', which is not there")
-    return path
+    resolved, allowed = path.resolve(strict=True), directory.resolve(strict=True)
+    if not resolved.is_relative_to(allowed):
+        raise RecipeError(
+            f"{where}: expected a path that stays below the recipe's directory, received '{name}', which leads to '{resolved}'"
+        )
+    return resolved
