@@ -27,7 +27,7 @@ import attrs
 
 from envlet.client import Client
 from envlet.types import EnvironmentInfo
-from tools import output
+from tools import exits, output
 from tools.demo import groups
 from tools.demo.faults import FAULTS, Fault
 
@@ -300,4 +300,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with exits.terminable():
+        main()
