@@ -424,6 +424,14 @@ def test_every_bad_line_is_counted_and_the_first_are_shown(data: DataSet) -> Non
     assert "and 10 more\n30 problems; nothing is built" in message
 
 
+def test_the_prefix_has_no_tag(data: DataSet) -> None:
+    data.write({"id": "x", "repository": "acme/text", "commit": COMMIT, "evaluator": "check"})
+    ran = data.build(to="made:tag")
+    assert (ran.status, ran.out) == (USAGE, "")
+    assert "expected a PREFIX without a tag" in ran.err
+    assert not any(data.home.glob("made*"))
+
+
 def test_mutations_that_do_not_apply_are_found_before_anything_is_built(data: DataSet) -> None:
     tasks = data.sources()
     data.write(*tasks, {**tasks[3], "id": "bad-1", "mutation": DIFF}, {**tasks[3], "id": "bad-2", "mutation": "--- a\n"})

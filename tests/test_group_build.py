@@ -584,6 +584,7 @@ def test_options_that_do_not_fit(workshop: Workshop) -> None:
         (HEAD + "steps = ['a']", "steps[0]: expected `object`, received `str`"),
         (HEAD + "config = 1979-05-27", "config: expected `object`, received `date`"),
         (HEAD + "role = 'tasks'", "role: expected one of base, task, harness, evaluator, received 'tasks'"),
+        (HEAD + "[config]\nuser = 'a:b:c'", "config.user: expected USER[:GROUP], received 'a:b:c'"),
         (HEAD + "network = 'bridge'", "network: expected none or host, received 'bridge'"),
         (HEAD + "epoch = -1", "epoch: expected `int` >= 0"),
         (HEAD + "variables = 'a'", "variables: expected `object`, received `str`"),

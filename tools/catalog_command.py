@@ -165,13 +165,8 @@ def _plan(arguments: argparse.Namespace) -> _Plan:
         name: choose_source(open_repository(config, name, arguments.config, epoch_s), commits) for name, commits in survey.commits.items()
     }
     for source in sources.values():
-        parse_target(_target(arguments.to, source.repository), "task")
+        parse_target(publishing.target(arguments.to, source.repository.tag, None), "task")
     return _Plan(arguments.tasks, config, arguments.config.parent, survey, sources)
-
-
-def _target(prefix: str, repository: Repository) -> str:
-    """Where a repository's group is published."""
-    return f"{prefix}:{repository.tag}" if prefix.startswith("oci:") else f"{prefix}/{repository.tag}:latest"
 
 
 def _build(arguments: argparse.Namespace, plan: _Plan, scratch: Path) -> _Packaged:
@@ -191,7 +186,7 @@ def _build(arguments: argparse.Namespace, plan: _Plan, scratch: Path) -> _Packag
         outcome = build_group(
             keyed.recipe,
             keyed.recipe_path,
-            _target(arguments.to, keyed),
+            publishing.target(arguments.to, keyed.tag, None),
             base[name],
             _cache_mode(keyed),
             place,

@@ -56,7 +56,7 @@ def run_split(arguments: argparse.Namespace) -> int:
         specs = [parse_spec(text) for text in arguments.groups]
     except SplitError as error:
         raise exits.CommandError(f"--group {error}", exits.USAGE) from error
-    references = [target(arguments.to, spec.name, arguments.tag) for spec in specs]
+    references = [publishing.target(arguments.to, spec.name, arguments.tag) for spec in specs]
     platform = parse_platform(arguments.platform) if arguments.platform else None
     with (
         exits.terminable(),
@@ -88,23 +88,6 @@ def run_split(arguments: argparse.Namespace) -> int:
         for reference in pinned:
             print(reference)
     return exits.OK
-
-
-def target(prefix: str, name: str, tag: str | None) -> str:
-    """The reference that a group is published under. InvalidReference."""
-    from registry import InvalidReference, parse_reference
-
-    if ":" in prefix.removeprefix("oci:").rpartition("/")[2] and (prefix.startswith("oci:") or "/" in prefix):
-        raise InvalidReference(
-            f"--to {prefix}: expected a PREFIX without a tag, to which the groups' names are added; a tag is given with --tag, "
-            "and a directory whose name has a colon with / behind it"
-        )
-    if prefix.startswith("oci:"):
-        reference = f"{prefix}:{name}" + (f"-{tag}" if tag else "")
-    else:
-        reference = f"{prefix}/{name}:{tag or 'latest'}"
-    parse_reference(reference)
-    return reference
 
 
 def split_image(

@@ -35,6 +35,23 @@ def check_jobs(jobs: int) -> None:
         raise exits.CommandError(f"-j: expected 1 or more, received {jobs}", exits.USAGE)
 
 
+def target(prefix: str, name: str, tag: str | None) -> str:
+    """The reference that a group is published under. InvalidReference."""
+    from registry import InvalidReference, parse_reference
+
+    if ":" in prefix.removeprefix("oci:").rpartition("/")[2] and (prefix.startswith("oci:") or "/" in prefix):
+        raise InvalidReference(
+            f"--to {prefix}: expected a PREFIX without a tag, to which the groups' names are added; "
+            "a directory whose name has a colon is given with / behind it"
+        )
+    if prefix.startswith("oci:"):
+        reference = f"{prefix}:{name}" + (f"-{tag}" if tag else "")
+    else:
+        reference = f"{prefix}/{name}:{tag or 'latest'}"
+    parse_reference(reference)
+    return reference
+
+
 def publish(groups: Sequence[GroupSource], jobs: int, *, recipe: bool = False) -> tuple[list[str], list[LayerOutcome]]:
     """Converts and publishes, and says on stderr what became of each layer. The references with their digests, and the
     layers' outcomes in order."""

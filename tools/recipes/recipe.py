@@ -17,6 +17,8 @@ import msgspec
 from attrs import frozen
 from msgspec import Meta
 
+from envlet.errors import EnvletError
+from envlet.users import split_user
 from registry.manifest import ROLES
 from tools.recipes.paths import matcher
 from tools.recipes.templates import RecipeError, Renderer
@@ -194,6 +196,11 @@ def _check_values(recipe: Recipe, path: Path) -> None:
     for where, value, form in _forms(recipe):
         if value is not None and not form.pattern.fullmatch(value):
             raise RecipeError(f"{path}: {where}: expected {form.words}, received {value[:200]!r}")
+    if recipe.config.user is not None:
+        try:
+            split_user(recipe.config.user)
+        except EnvletError as error:
+            raise RecipeError(f"{path}: config.user: {error.message}") from error
     for number, spec in enumerate(recipe.files):
         if (spec.source is None) == (spec.contents is None):
             received = "neither" if spec.source is None else "both"
