@@ -13,11 +13,12 @@ from .tarreader import read_tar
 from .tarwriter import TarWriter
 from .toc import Chunk, Dirent, Extent, Footer, Header, Inode, Toc, decode_footer
 from .totar import export_tar
-from .tree import LayerTree
+from .tree import DEFAULT_MAX_ENTRIES, LayerTree
 
 __all__ = [
     "DEFAULT_CHUNK_SIZE",
     "DEFAULT_LEVEL",
+    "DEFAULT_MAX_ENTRIES",
     "ENCODER",
     "Chunk",
     "ConvertReport",

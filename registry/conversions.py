@@ -26,7 +26,7 @@ import attrs
 import msgspec
 
 from registry.errors import RegistryError, needing_space
-from registry.manifest import Conversion, LayerDescriptor, Origin
+from registry.manifest import Conversion, LayerDescriptor, Origin, digest_of_stream
 
 MAX_LAYER_BYTES = 16 << 30
 MAX_DESCRIPTORS = 10_000
@@ -205,7 +205,7 @@ class Conversions:
 def digest_of_file(path: Path) -> str:
     """`sha256:` + hex. OSError."""
     with path.open("rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+        return digest_of_stream(file)
 
 
 def _remove(layer: Path) -> None:

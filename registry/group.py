@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from registry.manifest import (
     build_config,
     build_manifest,
     digest_of,
+    digest_of_stream,
     layers_of,
     parse_config,
     parse_conversion,
@@ -80,7 +80,7 @@ def describe_layer(path: Path) -> LayerDescriptor:
     """
     try:
         with path.open("rb") as file:
-            digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+            digest = digest_of_stream(file)
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - FOOTER_SIZE))
             footer = decode_footer(file.read(), blob_size=size)

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from registry.errors import IntegrityError, InvalidReference, NotFound, RegistryError, needing_space
-from registry.manifest import GROUP_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES, Descriptor, digest_of
+from registry.manifest import GROUP_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES, Descriptor, digest_of, digest_of_stream
 
 TAG = "org.opencontainers.image.ref.name"
 MAX_INDEX_BYTES = 64 << 20
@@ -133,7 +133,7 @@ class Layout:
         """Whether a blob is there with the bytes of its digest: pushing again mends a damaged one."""
         try:
             with self.blob_path(digest).open("rb") as file:
-                return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}" == digest
+                return digest_of_stream(file) == digest
         except FileNotFoundError:
             return False
 

@@ -12,6 +12,7 @@ import hashlib
 import platform
 import re
 from collections.abc import Iterable
+from io import BufferedReader
 from typing import Any
 
 import attrs
@@ -177,6 +178,11 @@ class ImageConfig(msgspec.Struct, omit_defaults=True):
 def digest_of(data: bytes) -> str:
     """`sha256:` + hex."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def digest_of_stream(file: BufferedReader) -> str:
+    """`sha256:` + hex, of what is left of an open file. OSError."""
+    return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def this_platform() -> Platform:

@@ -10,7 +10,6 @@ that fails or is cut off publishes nothing, and the next one goes on where it st
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import queue
 import tempfile
 import threading
@@ -39,6 +38,7 @@ from registry.manifest import (
     build_config,
     build_manifest,
     digest_of,
+    digest_of_stream,
     recipes_of,
 )
 from registry.reference import Reference, with_digest
@@ -198,7 +198,7 @@ def describe_tar(path: Path) -> TarFile:
     """Reads a tar once for its digest. NotFound, RegistryError."""
     try:
         with path.open("rb") as file:
-            digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+            digest = digest_of_stream(file)
             return TarFile(path, digest, file.tell())
     except FileNotFoundError:
         raise NotFound(f"{path}: there is no such file") from None

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import attrs
 
-from tools import exits, fsck_command, output
+from tools import exits, fsck_command, output, publishing
 
 if TYPE_CHECKING:
-    from layerformat import Inode, Layer, Progress
+    from layerformat import Inode, Layer
 
 
 def register(commands: Any) -> None:
@@ -27,10 +25,10 @@ def register(commands: Any) -> None:
     convert = sub.add_parser("convert", help="a tar (plain, gzip, zstd, xz) or a directory to a layer")
     convert.add_argument("src", metavar="SRC", help="- is a tar on stdin")
     convert.add_argument("dst", metavar="DST")
-    convert.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="workers (default: the cores)")
-    convert.add_argument("--level", type=int, default=7, metavar="L", help="of zstd, 1 to 19 (default 7)")
+    publishing.add_jobs(convert)
+    convert.add_argument("--level", type=int, metavar="L", help="of zstd, 1 to 19 (default 7)")
     convert.add_argument(
-        "--max-entries", type=int, default=4_000_000, metavar="N", help="refuse a source with more (default 4,000,000)"
+        "--max-entries", type=int, metavar="N", help="refuse a source with more (default 4,000,000)"
     )
     convert.add_argument("--recipe", metavar="FILE", help="also write what `totar --recipe` needs to give the tar back byte for byte")
     convert.add_argument(
@@ -71,54 +69,29 @@ def register(commands: Any) -> None:
     totar.set_defaults(run=run_totar)
 
 
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
-    """A bar on stderr when that is a terminal; else nothing."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (
-        TextColumn("{task.fields[entries]} entries"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
-    )
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("convert", entries=0, total=None)
-
-        def update(state: Progress) -> None:
-            bar.update(task, completed=state.position_bytes, total=state.total_bytes, entries=state.entries)
-
-        yield update
-
-
 def run_convert(arguments: argparse.Namespace) -> int:
-    from layerformat import DEFAULT_CHUNK_SIZE, convert
+    from layerformat import DEFAULT_CHUNK_SIZE, DEFAULT_LEVEL, DEFAULT_MAX_ENTRIES, convert
 
-    if arguments.jobs < 1:
-        raise exits.CommandError(f"-j: expected 1 or more, received {arguments.jobs}", exits.USAGE)
+    publishing.check_jobs(arguments.jobs)
     chunk_size = DEFAULT_CHUNK_SIZE if arguments.chunk_size is None else arguments.chunk_size
     if chunk_size % 4096 or not 4096 <= chunk_size <= 16 << 20:
         raise exits.CommandError(f"--chunk-size: expected a multiple of 4,096 up to 16 MiB, received {chunk_size}", exits.USAGE)
-    if not 1 <= arguments.level <= 19:
-        raise exits.CommandError(f"--level: expected 1 to 19, received {arguments.level}", exits.USAGE)
+    level = DEFAULT_LEVEL if arguments.level is None else arguments.level
+    if not 1 <= level <= 19:
+        raise exits.CommandError(f"--level: expected 1 to 19, received {level}", exits.USAGE)
+    max_entries = DEFAULT_MAX_ENTRIES if arguments.max_entries is None else arguments.max_entries
     if arguments.dst == "-":
         raise exits.CommandError("DST: expected the name of a file; a layer does not go to stdout", exits.USAGE)
     begin = time.perf_counter()
     source = _standard_input() if arguments.src == "-" else arguments.src
-    with exits.terminable(), progress_bar() as progress:
+    with exits.terminable(), publishing.progress_bar() as progress:
         report = convert(
             source,
             arguments.dst,
             jobs=arguments.jobs,
-            level=arguments.level,
+            level=level,
             chunk_size=chunk_size,
-            max_entries=arguments.max_entries,
+            max_entries=max_entries,
             recipe=arguments.recipe,
             progress=progress,
         )

@@ -1,10 +1,12 @@
-"""What `group push` and `image split` have in common: conversion with a bar, and what is said about each layer."""
+"""What the commands that convert have in common: workers, a bar, and what is said about each layer that is published."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -12,10 +14,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import attrs
 
 from tools import exits, output, settings
-from tools.layer_commands import progress_bar
 
 if TYPE_CHECKING:
-    from layerformat import ConvertReport
+    from layerformat import ConvertReport, Progress
     from registry.publish import Encoding, GroupSource, LayerOutcome
 
 
@@ -33,6 +34,32 @@ def check_jobs(jobs: int) -> None:
     """CommandError."""
     if jobs < 1:
         raise exits.CommandError(f"-j: expected 1 or more, received {jobs}", exits.USAGE)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
+    """A bar on stderr when that is a terminal; else nothing."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.fields[entries]} entries"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("convert", entries=0, total=None)
+
+        def update(state: Progress) -> None:
+            bar.update(task, completed=state.position_bytes, total=state.total_bytes, entries=state.entries)
+
+        yield update
 
 
 def target(prefix: str, name: str, tag: str | None) -> str:
