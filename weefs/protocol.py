@@ -1,8 +1,17 @@
-"""What the node daemon and the data plane say to each other: one JSON object a line over a socket pair.
+"""What the node daemon and the data plane say to each other: one JSON object a line over a Unix stream socket.
 
 A request has an `id`, a `method` and its parameters; the answer repeats the id and has either a `result` or an `error`.
-Events have neither. Both ends are ours and of one version, started together; the words in docs/api.md are for users,
-these are not."""
+Events have neither. The words in docs/api.md are for users, these are not.
+
+The data plane outlives the daemon, and the other way round, so neither end may count on the other's memory:
+
+- The daemon makes the listening socket and hands it over at the start, like the descriptors of /dev/fuse. Both keep them.
+- One daemon is connected at a time; a new connection replaces the one before, whose end it proves.
+- The first request of a connection is `hello`. With `descriptors`, its answer carries all that a keeper needs (SCM_RIGHTS on
+  its first byte): the listening socket, the memory of requests in flight, then the descriptors of /dev/fuse.
+- A fault is repeated on each connection until it is acknowledged: a failed read that nobody hears of would be a corrupted episode.
+- When a connection ends, the data plane goes on. It ends when it is told to (`shutdown`), or when its mount is gone.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +20,8 @@ from typing import Any
 import msgspec
 
 MAX_LINE_BYTES = 16 << 20
+VERSION = 2
+"""Of this protocol. A daemon that meets another one replaces the data plane instead of talking to it."""
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,11 +39,22 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     toc_digest: str | None = None
 
 
+class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="method", kw_only=True):
+    """The first request. Its fields stay readable in every version. The answer's result is a `Welcome`."""
+
+    id: int
+    version: int = VERSION
+    descriptors: bool = False
+    """Whether the answer shall carry the descriptors, for a daemon that does not have them."""
+
+
 class AddPlan(msgspec.Struct, frozen=True, tag="add_plan", tag_field="method", kw_only=True):
-    """Adds the layers, base first, and their plan. Idempotent."""
+    """Adds the layers, base first, and their plan. Idempotent. The result is a `Plan`."""
 
     id: int
     layers: list[Layer]
+    images: bool = False
+    """Whether EROFS images of the plan's metadata are wanted too (the kernel view)."""
 
 
 class RemovePlan(msgspec.Struct, frozen=True, tag="remove_plan", tag_field="method", kw_only=True):
@@ -44,7 +66,20 @@ class GetStatistics(msgspec.Struct, frozen=True, tag="statistics", tag_field="me
     id: int
 
 
-Request = AddPlan | RemovePlan | GetStatistics
+class AcknowledgeFaults(msgspec.Struct, frozen=True, tag="acknowledge_faults", tag_field="method", kw_only=True):
+    """Faults up to this number need not be repeated. It has no answer."""
+
+    id: int
+    through: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", tag_field="method", kw_only=True):
+    """Ends the process, after the answer."""
+
+    id: int
+
+
+Request = Hello | AddPlan | RemovePlan | GetStatistics | AcknowledgeFaults | Shutdown
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +88,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     plan_id: str
     entries: int
     content_bytes: int
+    images: list[str] = []
+    """Absolute paths of EROFS images whose stack, base first, shows the plan; file contents are redirected to `objects` below the
+    mount. Empty unless asked for.
+    """
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to `hello`: the mount is served. When it took over from another process, `resumed` is true."""
+
+    version: int
+    pid: int
+    resumed: bool
+    plans: list[Plan]
 
 
 class Error(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,22 +116,23 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", kw_only=True, omit_defau
     error: Error | None = None
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
-    """The first message: the mount is served."""
-
-    pid: int
-
-
 class FaultEvent(msgspec.Struct, frozen=True, tag="fault", kw_only=True):
-    """A read that was answered with EIO; `pid` is the reader's, `error` says why its chunk could not be had."""
+    """A read that was answered with EIO.
 
+    It is said before the reader is answered, while its process still is one: `pid` is the reader's and `cgroup` the text of its
+    /proc/PID/cgroup then (empty: the kernel itself read, or it is gone). `error` says why its chunk could not be had.
+    """
+
+    number: int
+    """Counts up from 1 in the life of the mount."""
     pid: int
+    cgroup: str
     layer: str
     chunk: int
     error: str
 
 
-Message = Answer | Ready | FaultEvent
+Message = Answer | FaultEvent
 
 encode = msgspec.json.Encoder().encode
 decode_request = msgspec.json.Decoder(Request).decode
