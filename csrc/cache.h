@@ -1,13 +1,18 @@
 /* The chunks of one layer on this node's disk: a sparse file of the logical stream and a bitmap of the chunks that
  * are in it.
  *
- * The map file is a header of 4,096 bytes and one bit per chunk, mapped shared. A bit is set after the chunk's bytes
- * were written, so a process that dies in between loses the chunk and nothing else. A machine that crashes may lose
- * the bytes and keep the bit: hence the boot id in the header; bits of an earlier boot are not believed.
+ * The map file is a header of 4,096 bytes and one bit per chunk. The bits in use are in memory and written through, not mapped:
+ * a file that is cut off under a mapping ends the process. A bit is set after the chunk's bytes were written, so a process that
+ * dies in between loses the chunk and nothing else. A machine that crashes may lose the bytes and keep the bit: hence the boot
+ * id in the header; bits of an earlier boot are not believed.
+ *
+ * A data file that is found to be of another size than the stream was changed by somebody else: all its chunks are absent from
+ * then on. A reader compares cache_times_voided() before it looks at the bits and after it has read.
  */
 #ifndef WEEFS_CACHE_H
 #define WEEFS_CACHE_H
 
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -16,10 +21,10 @@
 
 struct cache {
 	const struct toc *toc;
-	int data_fd;
-	uint8_t *map;
-	uint64_t map_size;
-	_Atomic uint64_t *present;	/* in `map`; bit i % 64 of word i / 64 */
+	int data_fd, map_fd;
+	pthread_mutex_t lock;		/* of the map file and of voiding */
+	_Atomic uint64_t *present;	/* bit i % 64 of word i / 64 */
+	_Atomic uint32_t times_voided;
 	_Atomic uint64_t present_chunks, present_stored, present_raw;
 };
 
@@ -32,13 +37,25 @@ static inline bool cache_has(const struct cache *cache, uint32_t chunk)
 	return atomic_load_explicit(&cache->present[chunk / 64], memory_order_acquire) >> (chunk % 64) & 1;
 }
 
-/* Decompresses, verifies and writes a chunk; does not mark it. -EBADMSG: not the chunk's bytes. */
-int cache_write(const struct cache *cache, uint32_t chunk, const uint8_t *stored, size_t size, struct weefs_error *error);
+static inline uint32_t cache_times_voided(const struct cache *cache)
+{
+	return atomic_load(&cache->times_voided);
+}
 
-/* Marks a written chunk as present. */
-void cache_mark(struct cache *cache, uint32_t chunk);
+/* Decompresses and verifies a chunk: its bytes are in `ret_raw`, which is `stored` itself or, when `ret_buffer` is not NULL, that
+ * one, the caller's to free. -EBADMSG: not the chunk's bytes. */
+int cache_verify(const struct cache *cache, uint32_t chunk, const uint8_t *stored, size_t size, const uint8_t **ret_raw, uint8_t **ret_buffer,
+		 struct weefs_error *error);
 
-/* Reads stream bytes whose chunks are present. */
-int cache_read(const struct cache *cache, uint64_t stream_offset, uint8_t *buffer, uint64_t size);
+/* Writes a verified chunk; does not mark it. -ENOSPC, -EDQUOT, -EIO and what else write(2) says. */
+int cache_write(struct cache *cache, uint32_t chunk, const uint8_t *raw, struct weefs_error *error);
+
+/* Marks a written chunk as present, unless the cache was voided since the caller asked cache_times_voided(), before it wrote:
+ * then false, and the chunk must be written again. */
+bool cache_mark(struct cache *cache, uint32_t chunk, uint32_t times_voided);
+
+/* Reads stream bytes whose chunks are present. -ESTALE: they were, but the file was cut off; they are absent now. -EIO, and what else
+ * read(2) says. */
+int cache_read(struct cache *cache, uint64_t stream_offset, uint8_t *buffer, uint64_t size);
 
 #endif

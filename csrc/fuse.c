@@ -5,6 +5,8 @@
  * that are addresses make its inode table pointless. What is here is the part of the protocol that a read-only
  * filesystem needs.
  *
+ * A request stays in its thread's buffer, which outlives the process, until it was answered or parked (session.h).
+ *
  * Nothing changes, so nothing times out: entries, absences, attributes, directory and page caches are kept for good.
  * Only the mount's own root, which lists the plans, changes, and then the kernel is told. OPEN and OPENDIR are
  * answered ENOSYS, after which the kernel sends none.
@@ -25,6 +27,10 @@
 #define FUSE_HAS_RESEND (1ULL << 39)
 #endif
 
+#ifndef FUSE_NOTIFY_RESEND
+#define FUSE_NOTIFY_RESEND 7
+#endif
+
 #define FOREVER_S (UINT64_C(10) * 365 * 86400)
 #define MAX_CHUNKS_PER_READ (FUSE_MAX_READ / TOC_STREAM_ALIGN + 2)
 #define OVERLAY_PREFIX "trusted.overlay."
@@ -43,27 +49,37 @@ struct request {
 
 /* ---- answers ---- */
 
-static void answer_parts(int fd, uint64_t unique, int error, const struct iovec *parts, int n)
+/* Whether the kernel took it. */
+static bool answer_parts(int fd, uint64_t unique, int error, const struct iovec *parts, int n)
 {
 	struct fuse_out_header header = {.len = sizeof(header), .error = -error, .unique = unique};
 	struct iovec all[3] = {{&header, sizeof(header)}};
-	ssize_t ignored;
+	ssize_t written;
 
 	for (int i = 0; i < n; i++) {
 		all[i + 1] = parts[i];
 		header.len += (uint32_t)parts[i].iov_len;
 	}
 	do
-		ignored = writev(fd, all, n + 1);
-	while (ignored < 0 && errno == EINTR);
-	/* ENOENT: the request was interrupted and is gone. ENODEV: the mount is. Neither has anybody to tell. */
+		written = writev(fd, all, n + 1);
+	while (written < 0 && errno == EINTR);
+	/* ENOENT: the request was interrupted, or answered by a predecessor, and is gone. ENODEV: the mount is. Neither has anybody to tell. */
+	return written >= 0;
 }
 
-static void answer(const struct request *request, const void *data, size_t size)
+static bool answer(const struct request *request, const void *data, size_t size)
 {
 	struct iovec part = {(void *)data, size};
 
-	answer_parts(request->fd, request->header->unique, 0, &part, size ? 1 : 0);
+	return answer_parts(request->fd, request->header->unique, 0, &part, size ? 1 : 0);
+}
+
+/* Answers with an entry, which is a reference for the kernel: counted before it can have it. */
+static void answer_entry(const struct request *request, const struct fuse_entry_out *entry)
+{
+	super_hold(request->w, entry->nodeid);
+	if (!answer(request, entry, sizeof(*entry)))
+		super_forget(request->w, entry->nodeid, 1);
 }
 
 static void answer_error(const struct request *request, int error)
@@ -112,7 +128,7 @@ static void fill_root_attr(struct weefs *w, struct fuse_attr *ret)
 
 static void fill_entry(const struct object *object, struct fuse_entry_out *ret)
 {
-	*ret = (struct fuse_entry_out){.nodeid = object->node, .entry_valid = FOREVER_S, .attr_valid = FOREVER_S};
+	*ret = (struct fuse_entry_out){.nodeid = object->node, .generation = object->generation, .entry_valid = FOREVER_S, .attr_valid = FOREVER_S};
 	fill_attr(object, &ret->attr);
 }
 
@@ -147,7 +163,7 @@ static void lookup_plan(const struct request *request, const char *name, size_t 
 		return;
 	}
 	fill_entry(&object, &out); /* until fuse_forget_plan() */
-	answer(request, &out, sizeof(out));
+	answer_entry(request, &out);
 }
 
 static void do_lookup(const struct request *request)
@@ -177,9 +193,12 @@ static void do_lookup(const struct request *request)
 		answer_error(request, r);
 		return;
 	}
-	if (r == 0)
-		fill_entry(&object, &out);
-	answer(request, &out, sizeof(out));
+	if (r) {
+		answer(request, &out, sizeof(out));
+		return;
+	}
+	fill_entry(&object, &out);
+	answer_entry(request, &out);
 }
 
 static void do_readlink(const struct request *request)
@@ -208,8 +227,10 @@ static bool add_entry(struct weefs *w, uint8_t *reply, size_t *used, size_t size
 	if (size - *used < needed)
 		return false;
 	memset(reply + *used, 0, needed);
-	if (plus && listed->node && super_object(w, listed->node, &object) == 0)
+	if (plus && listed->node && super_object(w, listed->node, &object) == 0) {
 		fill_entry(&object, (struct fuse_entry_out *)(reply + *used));
+		super_hold(w, object.node);
+	}
 	dirent->ino = listed->node ? listed->node : NODE_ROOT;
 	dirent->off = next;
 	dirent->namelen = listed->name_length;
@@ -217,6 +238,18 @@ static bool add_entry(struct weefs *w, uint8_t *reply, size_t *used, size_t size
 	memcpy(dirent->name, listed->name, listed->name_length);
 	*used += needed;
 	return true;
+}
+
+/* The kernel did not take the answer: it holds none of its entries. */
+static void unhold_entries(struct weefs *w, const uint8_t *reply, size_t used)
+{
+	for (size_t at = 0; at < used;) {
+		const struct fuse_direntplus *entry = (const struct fuse_direntplus *)(reply + at);
+
+		if (entry->entry_out.nodeid)
+			super_forget(w, entry->entry_out.nodeid, 1);
+		at += FUSE_DIRENTPLUS_SIZE(entry);
+	}
 }
 
 /* The plans, for whoever looks around: position 2 + slot. */
@@ -266,7 +299,35 @@ static void do_readdir(const struct request *request, bool plus)
 		if (!add_entry(request->w, reply, &used, size, plus, &listed, position + 1))
 			break;
 	}
-	answer(request, reply, used);
+	if (!answer(request, reply, used) && plus)
+		unhold_entries(request->w, reply, used);
+}
+
+/* ---- what the kernel gives back ---- */
+
+/* The buffer is cleared first: a process that dies after it has not counted twice. */
+static void do_forget(struct weefs *w, uint8_t *buffer)
+{
+	const struct fuse_in_header header = *session_request(buffer);
+	size_t size = header.len - sizeof(header);
+	cleanup_free uint8_t *argument = malloc(size + 1);
+
+	if (argument)
+		memcpy(argument, buffer + sizeof(header), size);
+	session_clear(buffer);
+	if (!argument)
+		return; /* counts that stay too high cost a slot */
+	if (header.opcode == FUSE_FORGET && size >= sizeof(struct fuse_forget_in)) {
+		super_forget(w, header.nodeid, ((const struct fuse_forget_in *)argument)->nlookup);
+	} else if (header.opcode == FUSE_BATCH_FORGET && size >= sizeof(struct fuse_batch_forget_in)) {
+		const struct fuse_forget_one *one = (const struct fuse_forget_one *)(argument + sizeof(struct fuse_batch_forget_in));
+		size_t n = (size - sizeof(struct fuse_batch_forget_in)) / sizeof(*one);
+
+		if (n > ((const struct fuse_batch_forget_in *)argument)->count)
+			n = ((const struct fuse_batch_forget_in *)argument)->count;
+		for (size_t i = 0; i < n; i++)
+			super_forget(w, one[i].nodeid, one[i].nlookup);
+	}
 }
 
 /* ---- data ---- */
@@ -279,33 +340,59 @@ static uint32_t read_size(const struct toc_inode *inode, uint64_t offset, uint32
 	return left < size ? (uint32_t)left : size;
 }
 
-/* 0: answered or parked; else the error to answer. `buffer` has room for the request's size. */
-static int serve_read(struct weefs *w, const struct read_request *request, uint8_t *buffer, _Atomic uint64_t *sent)
+/* 0: answered or somebody else's now; else the error to answer. `buffer` has room for the request's size. */
+static int serve_read(struct weefs *w, const struct read_request *request, const struct pending *pending, uint8_t *buffer, _Atomic uint64_t *sent)
 {
 	const struct toc_inode *inode = &request->layer->toc.inodes[request->inode];
 	uint32_t chunks[MAX_CHUNKS_PER_READ];
 	struct iovec part = {buffer, request->size};
-	uint32_t missing;
+	uint32_t damaged = 0;
 	int r;
 
-	do {
-		missing = read_missing(request->layer, inode, request->offset, request->size, chunks, MAX_CHUNKS_PER_READ);
-		r = missing ? miss_wait(&w->misses, request, chunks, missing) : 0;
-	} while (r == 1);
-	if (r || missing)
-		return r;
-	r = read_present(request->layer, inode, request->offset, request->size, buffer);
-	if (r)
-		return r;
+	for (;;) {
+		uint32_t times = cache_times_voided(&request->layer->cache);
+		uint32_t missing = read_missing(request->layer, inode, request->offset, request->size, pending, chunks, MAX_CHUNKS_PER_READ);
+
+		r = missing ? miss_wait(&w->misses, request, chunks, missing) : 1;
+		if (r <= 0)
+			return r;
+		if (missing)
+			continue; /* they arrived meanwhile */
+		r = read_present(request->layer, inode, request->offset, request->size, pending, buffer, &damaged);
+		/* The bytes count only if the chunks were present all the while. */
+		if (times != cache_times_voided(&request->layer->cache))
+			continue;
+		if (r == 0)
+			break;
+		return miss_fault(&w->misses, request, damaged, -r);
+	}
 	atomic_fetch_add_explicit(sent, request->size, memory_order_relaxed);
 	answer_parts(request->fd, request->unique, 0, &part, 1);
+	miss_done(&w->misses, request);
 	return 0;
+}
+
+static void serve_late_read(struct weefs *w, const struct read_request *request, const struct pending *pending)
+{
+	cleanup_free uint8_t *buffer = malloc(request->size);
+	int r = buffer ? serve_read(w, request, pending, buffer, &w->late_read_bytes) : -ENOMEM;
+
+	if (r == 0)
+		return;
+	fuse_answer_error(request->fd, request->unique, -r);
+	miss_done(&w->misses, request);
+}
+
+void fuse_answer_pending(struct weefs *w, const struct pending *pending)
+{
+	serve_late_read(w, &pending->request, pending);
 }
 
 static void do_read(const struct request *request)
 {
 	const struct fuse_read_in *in = request->argument;
-	struct read_request read = {.unique = request->header->unique, .fd = request->fd, .pid = request->header->pid};
+	struct read_request read = {.unique = request->header->unique, .fd = request->fd, .clone = request->worker->index,
+				    .record = SESSION_NO_RECORD, .pid = request->header->pid};
 	struct object object;
 	int r = request->size < sizeof(*in) ? -EINVAL : super_object(request->w, request->header->nodeid, &object);
 
@@ -320,19 +407,10 @@ static void do_read(const struct request *request)
 			answer(request, NULL, 0);
 			return;
 		}
-		r = serve_read(request->w, &read, request->worker->reply, &request->worker->read_bytes);
+		r = serve_read(request->w, &read, NULL, request->worker->reply, &request->worker->read_bytes);
 	}
 	if (r)
 		answer_error(request, r);
-}
-
-void fuse_answer_read(struct weefs *w, const struct read_request *request)
-{
-	cleanup_free uint8_t *buffer = malloc(request->size);
-	int r = buffer ? serve_read(w, request, buffer, &w->late_read_bytes) : -ENOMEM;
-
-	if (r)
-		fuse_answer_error(request->fd, request->unique, -r);
 }
 
 static void do_interrupt(const struct request *request)
@@ -342,9 +420,10 @@ static void do_interrupt(const struct request *request)
 
 	if (request->size < sizeof(*in))
 		answer_error(request, EINVAL);
-	else if (miss_interrupt(&request->w->misses, in->unique, &read))
+	else if (miss_interrupt(&request->w->misses, in->unique, &read)) {
 		fuse_answer_error(read.fd, read.unique, EINTR);
-	else
+		miss_done(&request->w->misses, &read);
+	} else
 		answer_error(request, EAGAIN); /* not waiting yet, or answered: the kernel asks again if it still matters */
 }
 
@@ -471,9 +550,11 @@ static void do_statfs(const struct request *request)
 {
 	struct fuse_statfs_out out = {.st = {.bsize = 4096, .frsize = 4096, .namelen = 255}};
 
-	for (uint32_t slot = 1; super_layer(request->w, slot); slot++) {
-		out.st.blocks += (super_layer(request->w, slot)->toc.header->stream_size + 4095) / 4096;
-		out.st.files += super_layer(request->w, slot)->toc.n_inodes;
+	for (uint32_t slot = 1; slot <= atomic_load(&request->w->layers.used); slot++) {
+		const struct layer *layer = super_layer(request->w, slot);
+
+		out.st.blocks += layer ? (layer->toc.header->stream_size + 4095) / 4096 : 0;
+		out.st.files += layer ? layer->toc.n_inodes : 0;
 	}
 	answer(request, &out, sizeof(out));
 }
@@ -483,7 +564,8 @@ static void do_init(const struct request *request)
 	const struct fuse_init_in *in = request->argument;
 	const uint64_t wanted = FUSE_ASYNC_READ | FUSE_PARALLEL_DIROPS | FUSE_MAX_PAGES | FUSE_NO_OPEN_SUPPORT | FUSE_NO_OPENDIR_SUPPORT |
 				FUSE_DO_READDIRPLUS | FUSE_READDIRPLUS_AUTO | FUSE_CACHE_SYMLINKS | FUSE_EXPLICIT_INVAL_DATA | FUSE_INIT_EXT |
-				FUSE_HAS_RESEND;
+				(request->w->options.no_resend ? 0 : FUSE_HAS_RESEND);
+	struct session_header *session = request->w->session.header;
 	struct fuse_init_out out = {.major = FUSE_KERNEL_VERSION, .minor = FUSE_KERNEL_MINOR_VERSION};
 	uint64_t offered, flags;
 
@@ -499,7 +581,11 @@ static void do_init(const struct request *request)
 		answer_error(request, EPROTO);
 		return;
 	}
-	flags = wanted & offered;
+	/* A predecessor that died with this very request may have answered it: then what it said holds. */
+	if (session->init_flags == 0)
+		session->init_flags = wanted & offered;
+	session->init_minor = in->minor;
+	flags = session->init_flags;
 	out.max_readahead = in->max_readahead;
 	out.flags = (uint32_t)flags;
 	out.flags2 = (uint32_t)(flags >> 32);
@@ -509,6 +595,7 @@ static void do_init(const struct request *request)
 	out.time_gran = 1;
 	out.max_pages = FUSE_MAX_READ / 4096;
 	answer(request, &out, sizeof(out));
+	atomic_store(&session->initialised, 1);
 }
 
 static void handle(const struct request *request)
@@ -526,16 +613,16 @@ static void handle(const struct request *request)
 	case FUSE_STATFS: do_statfs(request); break;
 	case FUSE_INTERRUPT: do_interrupt(request); break;
 	case FUSE_INIT: do_init(request); break;
-	case FUSE_FORGET: case FUSE_BATCH_FORGET: break; /* no answer: nothing is held */
+	case FUSE_FORGET: case FUSE_BATCH_FORGET: do_forget(request->w, request->worker->request); break; /* no answer */
 	case FUSE_DESTROY: answer(request, NULL, 0); break;
 	default: answer_error(request, ENOSYS); break; /* OPEN, OPENDIR, STATX, ACCESS, FLUSH: the kernel takes its default from here on */
 	}
 }
 
 /* ENOENT (the kernel holds nothing of it) and ENODEV (unmounted) are as good as success. */
-static void notify(int fd, enum fuse_notify_code code, const struct iovec *parts, int n)
+static bool notify(int fd, int code, const struct iovec *parts, int n)
 {
-	answer_parts(fd, 0, -(int)code, parts, n);
+	return answer_parts(fd, 0, -code, parts, n);
 }
 
 void fuse_root_changed(struct weefs *w)
@@ -557,26 +644,95 @@ void fuse_forget_plan(struct weefs *w, const char *name)
 	fuse_root_changed(w);
 }
 
+/* ---- the threads ---- */
+
+/* The request in the worker's buffer; afterwards it is answered, or parked, or cleared. */
+static void serve_request(struct worker *worker)
+{
+	const struct fuse_in_header *header = session_request(worker->request);
+	struct request request = {.w = worker->weefs, .worker = worker, .fd = worker->fd, .header = header, .argument = header + 1,
+				  .size = header->len - sizeof(*header)};
+
+	atomic_fetch_add_explicit(&worker->requests[header->opcode < 64 ? header->opcode : 0], 1, memory_order_relaxed);
+	atomic_fetch_add(&worker->section, 1);
+	handle(&request);
+	session_clear(worker->request);
+	atomic_fetch_add(&worker->section, 1);
+}
+
+/* What the table says of a READ is checked like a request: the memory is older than this process. */
+static void adopt_parked(struct weefs *w, uint32_t record)
+{
+	const struct parked *parked = &w->session.parked[record];
+	struct read_request read = {.unique = atomic_load(&parked->unique), .record = record, .clone = parked->clone, .pid = parked->pid,
+				    .layer = super_layer(w, parked->layer), .inode = parked->inode, .offset = parked->offset};
+
+	if (read.clone >= atomic_load(&w->n_workers)) {
+		session_unpark(&w->session, record); /* nobody could answer it */
+		return;
+	}
+	read.fd = w->workers[read.clone]->fd;
+	if (read.layer && read.inode < read.layer->toc.n_inodes && S_ISREG(read.layer->toc.inodes[read.inode].mode))
+		read.size = read_size(&read.layer->toc.inodes[read.inode], read.offset, parked->size);
+	if (read.size && read.size <= FUSE_MAX_READ) {
+		serve_late_read(w, &read, NULL);
+		return;
+	}
+	fuse_answer_error(read.fd, read.unique, ESTALE);
+	miss_done(&w->misses, &read);
+}
+
+/* Everything comes again, but what has no answer. */
+static void await_resent(struct weefs *w)
+{
+	for (uint32_t i = 0; i < atomic_load(&w->n_workers); i++) {
+		const struct fuse_in_header *request = session_request(w->workers[i]->request);
+
+		if (request && (request->opcode == FUSE_FORGET || request->opcode == FUSE_BATCH_FORGET))
+			do_forget(w, w->workers[i]->request);
+	}
+	session_clear_requests(&w->session);
+}
+
+int fuse_take_over(struct weefs *w)
+{
+	struct session_header *header = w->session.header;
+	bool resend = atomic_load(&header->initialised) && (header->init_flags & FUSE_HAS_RESEND) && !w->options.no_resend;
+	int r;
+
+	/* Cleared after the kernel has agreed: whoever dies in between leaves them to the next. */
+	resend = resend && notify(w->workers[0]->fd, FUSE_NOTIFY_RESEND, NULL, 0);
+	if (resend)
+		await_resent(w);
+	else
+		session_settle(&w->session);
+	r = miss_begin(&w->misses);
+	for (uint32_t i = 0; r == 0 && !resend && i < header->max_pending; i++)
+		if (atomic_load(&w->session.parked[i].unique))
+			adopt_parked(w, i);
+	return r;
+}
+
 void *fuse_thread(void *argument)
 {
 	struct worker *worker = argument;
+	struct weefs *w = worker->weefs;
+	uint64_t one = 1;
+	ssize_t n;
 
+	if (session_request(worker->request))
+		serve_request(worker); /* a predecessor's */
 	for (;;) {
-		ssize_t n = read(worker->fd, worker->request, FUSE_REQUEST_SIZE);
-		const struct fuse_in_header *header = (const struct fuse_in_header *)worker->request;
-		struct request request = {.w = worker->weefs, .worker = worker, .fd = worker->fd, .header = header, .argument = header + 1};
-
+		n = read(worker->fd, worker->request, SESSION_REQUEST_SIZE);
 		/* ENOENT: the request was interrupted while we took it. */
 		if (n < 0 && (errno == EINTR || errno == EAGAIN || errno == ENOENT))
 			continue;
-		if (n < (ssize_t)sizeof(*header) || header->len != (size_t)n)
+		if (n < 0 || !session_request(worker->request) || session_request(worker->request)->len != (size_t)n)
 			break; /* ENODEV: unmounted */
-		request.size = (size_t)n - sizeof(*header);
-		atomic_fetch_add_explicit(&worker->requests[header->opcode < 64 ? header->opcode : 0], 1, memory_order_relaxed);
-		atomic_fetch_add(&worker->section, 1);
-		handle(&request);
-		atomic_fetch_add(&worker->section, 1);
+		serve_request(worker);
 	}
 	atomic_store(&worker->ended, true);
+	if (atomic_fetch_sub(&w->running, 1) == 1)
+		n = write(w->ended_fd, &one, sizeof(one));
 	return NULL;
 }

@@ -6,13 +6,16 @@
 
 #define FUSE_MAX_READ (1u << 20)
 #define FUSE_REPLY_SIZE (FUSE_MAX_READ + 4096u)
-#define FUSE_REQUEST_SIZE (64u << 10)	/* the kernel wants room for its largest request: max_write (4096) and headers; xattr names and paths are smaller */
 
-/* A worker's thread: serves until the mount is gone. */
+/* A worker's thread: finishes what is in its buffer, then serves until the mount is gone. */
 void *fuse_thread(void *worker);
 
+/* Sees to the requests that a predecessor took and did not answer: the kernel sends them again, or they are parked here or
+ * left in their buffers. After all workers have been made and before their threads run. */
+int fuse_take_over(struct weefs *w);
+
 /* Answers a READ whose chunks have all arrived (or parks it again, if one has gone meanwhile). Any thread. */
-void fuse_answer_read(struct weefs *w, const struct read_request *request);
+void fuse_answer_pending(struct weefs *w, const struct pending *pending);
 void fuse_answer_error(int fd, uint64_t unique, int error);
 
 /* The list of plans changed: the kernel drops what it holds of the root's attributes and listing. A plan has gone: it

@@ -18,14 +18,30 @@ struct flight {
 	bool queued;	/* not taken yet */
 };
 
-int miss_init(struct miss_queue *queue, uint32_t max_pending)
+int miss_init(struct miss_queue *queue, struct session *session)
 {
-	*queue = (struct miss_queue){.max_pending = max_pending, .last_queued = &queue->first_queued};
+	*queue = (struct miss_queue){.session = session, .last_queued = &queue->first_queued, .last_failed = &queue->first_failed};
 	queue->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 	if (queue->event_fd < 0)
 		return -errno;
 	pthread_mutex_init(&queue->lock, NULL);
 	pthread_cond_init(&queue->room, NULL);
+	return 0;
+}
+
+int miss_begin(struct miss_queue *queue)
+{
+	uint32_t n = queue->session->header->max_pending;
+
+	if (queue->free_records)
+		return 0;
+	queue->free_records = calloc(n, sizeof(*queue->free_records));
+	if (!queue->free_records)
+		return -ENOMEM;
+	/* Taken from the end: the lowest first, so that a quiet mount touches one page of the table. */
+	for (uint32_t i = n; i--;)
+		if (atomic_load(&queue->session->parked[i].unique) == 0)
+			queue->free_records[queue->n_free_records++] = i;
 	return 0;
 }
 
@@ -35,6 +51,45 @@ void miss_stop(struct miss_queue *queue)
 	queue->stopping = true;
 	pthread_cond_broadcast(&queue->room);
 	pthread_mutex_unlock(&queue->lock);
+}
+
+struct held *miss_hold(struct miss_queue *queue, const struct layer *layer, uint32_t chunk, const uint8_t *raw)
+{
+	const struct toc_chunk *record = &layer->toc.chunks[chunk];
+	struct held *held = NULL;
+
+	if (atomic_fetch_add(&queue->held_bytes, record->raw_size) + record->raw_size <= MISS_MAX_HELD_BYTES)
+		held = malloc(sizeof(*held) + record->raw_size);
+	if (!held) {
+		atomic_fetch_sub(&queue->held_bytes, record->raw_size);
+		return NULL;
+	}
+	*held = (struct held){.references = 1, .chunk = chunk, .size = record->raw_size, .stream_offset = record->stream_offset};
+	memcpy(held->bytes, raw, record->raw_size);
+	return held;
+}
+
+void miss_unhold(struct miss_queue *queue, struct held *held)
+{
+	if (!held || atomic_fetch_sub(&held->references, 1) != 1)
+		return;
+	atomic_fetch_sub(&queue->held_bytes, held->size);
+	free(held);
+}
+
+void pending_free(struct miss_queue *queue, struct pending *pending)
+{
+	for (uint32_t i = 0; pending && i < pending->n_waiters; i++)
+		miss_unhold(queue, pending->waiters[i].held);
+	free(pending);
+}
+
+const struct held *pending_held(const struct pending *pending, uint32_t chunk)
+{
+	for (uint32_t i = 0; pending && pending->holds && i < pending->n_waiters; i++)
+		if (pending->waiters[i].held && pending->waiters[i].held->chunk == chunk)
+			return pending->waiters[i].held;
+	return NULL;
 }
 
 void miss_destroy(struct miss_queue *queue)
@@ -49,11 +104,18 @@ void miss_destroy(struct miss_queue *queue)
 
 				waiter = waiter->next;
 				if (--pending->waiting == 0)
-					free(pending);
+					pending_free(queue, pending);
 			}
 			queue->buckets[i] = flight->next_in_bucket;
 			free(flight);
 		}
+	while (queue->first_failed) {
+		struct pending *pending = queue->first_failed;
+
+		queue->first_failed = pending->next;
+		pending_free(queue, pending); /* its flights have ended above */
+	}
+	free(queue->free_records);
 	close(queue->event_fd);
 	pthread_cond_destroy(&queue->room);
 	pthread_mutex_destroy(&queue->lock);
@@ -71,15 +133,16 @@ static struct flight **find_flight(struct miss_queue *queue, const struct layer 
 
 static struct flight *add_flight(struct miss_queue *queue, struct layer *layer, uint32_t chunk)
 {
-	struct flight **at = find_flight(queue, layer, chunk);
+	struct flight *flight = calloc(1, sizeof(*flight));
 
-	*at = calloc(1, sizeof(**at));
-	if (!*at)
+	if (!flight)
 		return NULL;
-	(*at)->layer = layer;
-	(*at)->chunk = chunk;
+	flight->layer = layer;
+	flight->chunk = chunk;
+	*find_flight(queue, layer, chunk) = flight;
 	queue->n_flights++;
-	return *at;
+	atomic_fetch_add(&layer->busy, 1);
+	return flight;
 }
 
 /* Undoes add_flight() for flights that are in no queue and have no waiters yet. */
@@ -89,12 +152,13 @@ static void drop_flights(struct miss_queue *queue, struct flight **flights, uint
 		struct flight **at = find_flight(queue, flights[n]->layer, flights[n]->chunk);
 
 		*at = flights[n]->next_in_bucket;
+		atomic_fetch_sub(&flights[n]->layer->busy, 1);
 		free(flights[n]);
 		queue->n_flights--;
 	}
 }
 
-static void ring(struct miss_queue *queue)
+void miss_ring(struct miss_queue *queue)
 {
 	uint64_t one = 1;
 	/* EAGAIN: the counter is full, so the other side is already awake. */
@@ -124,7 +188,44 @@ static void unlink_pending(struct miss_queue *queue, struct pending *pending)
 	pending->previous = pending->next = NULL;
 	pending->done = true;
 	queue->n_pending--;
+}
+
+/* Waits until the request can have a record. Under the lock. -ENODEV: the mount is gone. */
+static int wait_for_room(struct miss_queue *queue, const struct read_request *request)
+{
+	while (request->record == SESSION_NO_RECORD && queue->n_free_records == 0 && !queue->stopping)
+		pthread_cond_wait(&queue->room, &queue->lock);
+	return queue->stopping ? -ENODEV : 0;
+}
+
+/* Writes the request down where a successor finds it. Under the lock, with room. */
+static void record(struct miss_queue *queue, struct read_request *request)
+{
+	struct parked parked = {
+		.unique = request->unique,
+		.clone = request->clone,
+		.pid = request->pid,
+		.layer = request->layer->slot,
+		.inode = request->inode,
+		.offset = request->offset,
+		.size = request->size,
+	};
+
+	if (request->record != SESSION_NO_RECORD)
+		return;
+	request->record = queue->free_records[--queue->n_free_records];
+	session_park(queue->session, request->record, &parked);
+}
+
+void miss_done(struct miss_queue *queue, const struct read_request *request)
+{
+	if (request->record == SESSION_NO_RECORD)
+		return;
+	session_unpark(queue->session, request->record);
+	pthread_mutex_lock(&queue->lock);
+	queue->free_records[queue->n_free_records++] = request->record;
 	pthread_cond_signal(&queue->room);
+	pthread_mutex_unlock(&queue->lock);
 }
 
 /* Adds the request to the flights of its absent chunks, beginning those that nobody has begun. All or nothing. */
@@ -161,9 +262,10 @@ static int join_flights(struct miss_queue *queue, struct pending *pending, const
 		*waiter = (struct waiter){.pending = pending, .next = flight->waiters};
 		flight->waiters = waiter;
 		pending->waiting++;
+		pending->n_waiters++;
 	}
 	if (n_fresh)
-		ring(queue);
+		miss_ring(queue);
 	free(fresh);
 	return 0;
 }
@@ -177,10 +279,11 @@ int miss_wait(struct miss_queue *queue, const struct read_request *request, cons
 		return -ENOMEM;
 	pending->request = *request;
 	pthread_mutex_lock(&queue->lock);
-	while (queue->n_pending >= queue->max_pending && !queue->stopping)
-		pthread_cond_wait(&queue->room, &queue->lock);
-	r = queue->stopping ? -ENODEV : join_flights(queue, pending, chunks, n);
+	r = wait_for_room(queue, request);
+	if (r == 0)
+		r = join_flights(queue, pending, chunks, n);
 	if (r == 0 && pending->waiting) {
+		record(queue, &pending->request);
 		link_pending(queue, pending);
 		queue->waited++;
 		pending = NULL;
@@ -201,6 +304,7 @@ static struct flight *remove_flight(struct miss_queue *queue, struct layer *laye
 		return NULL;
 	*at = flight->next_in_bucket;
 	queue->n_flights--;
+	atomic_fetch_sub(&layer->busy, 1);
 	if (flight->queued) {
 		struct flight **queued = &queue->first_queued;
 
@@ -213,22 +317,26 @@ static struct flight *remove_flight(struct miss_queue *queue, struct layer *laye
 	return flight;
 }
 
-struct pending *miss_arrived(struct miss_queue *queue, struct layer *layer, uint32_t chunk)
+struct pending *miss_arrived(struct miss_queue *queue, struct layer *layer, uint32_t chunk, struct held *held)
 {
 	struct pending *ready = NULL;
 	struct flight *flight;
 
 	pthread_mutex_lock(&queue->lock);
-	cache_mark(&layer->cache, chunk);
 	flight = remove_flight(queue, layer, chunk);
 	for (struct waiter *waiter = flight ? flight->waiters : NULL; waiter;) {
 		struct pending *pending = waiter->pending;
 
+		if (held && !pending->done) {
+			atomic_fetch_add(&held->references, 1);
+			waiter->held = held;
+			pending->holds = true;
+		}
 		waiter = waiter->next;
 		if (--pending->waiting)
 			continue;
 		if (pending->done) {
-			free(pending);
+			pending_free(queue, pending);
 			continue;
 		}
 		unlink_pending(queue, pending);
@@ -240,18 +348,31 @@ struct pending *miss_arrived(struct miss_queue *queue, struct layer *layer, uint
 	return ready;
 }
 
-static void add_fault(struct miss_queue *queue, struct weefs_fault fault)
+/* Appends a request that is in no other list to the failed. It stays counted until miss_release(), since its other flights may
+ * end meanwhile, and keeps its layer. Under the lock. */
+static void add_failed(struct miss_queue *queue, struct pending *pending, uint32_t chunk, int error)
 {
-	if (queue->n_faults == MISS_FAULTS) {
-		queue->first_fault = (queue->first_fault + 1) % MISS_FAULTS;
-		queue->n_faults--;
-	}
-	queue->faults[(queue->first_fault + queue->n_faults++) % MISS_FAULTS] = fault;
+	pending->done = true;
+	pending->waiting++;
+	atomic_fetch_add(&pending->request.layer->busy, 1);
+	pending->fault = (struct weefs_fault){
+		.number = atomic_fetch_add(&queue->session->header->faults, 1) + 1,
+		.layer = pending->request.layer->slot,
+		.chunk = chunk,
+		.pid = pending->request.pid,
+		.error = error,
+	};
+	pending->next = NULL;
+	*queue->last_failed = pending;
+	queue->last_failed = &pending->next;
+	if (!queue->first_untaken)
+		queue->first_untaken = pending;
+	queue->failed++;
+	miss_ring(queue);
 }
 
-struct pending *miss_failed(struct miss_queue *queue, struct layer *layer, uint32_t chunk, int error)
+void miss_failed(struct miss_queue *queue, struct layer *layer, uint32_t chunk, int error)
 {
-	struct pending *ready = NULL;
 	struct flight *flight;
 
 	pthread_mutex_lock(&queue->lock);
@@ -261,24 +382,52 @@ struct pending *miss_failed(struct miss_queue *queue, struct layer *layer, uint3
 
 		waiter = waiter->next;
 		pending->waiting--;
-		if (pending->done) {
-			if (pending->waiting == 0)
-				free(pending);
-			continue;
+		if (!pending->done) {
+			unlink_pending(queue, pending);
+			add_failed(queue, pending, chunk, error);
+		} else if (pending->waiting == 0) {
+			pending_free(queue, pending);
 		}
-		unlink_pending(queue, pending);
-		queue->failed++;
-		add_fault(queue, (struct weefs_fault){.layer = layer->slot, .chunk = chunk, .pid = pending->request.pid, .error = error});
-		/* Others of its flights may end while the caller answers: it stays counted until miss_release(). */
-		pending->waiting++;
-		pending->next = ready;
-		ready = pending;
 	}
-	if (ready)
-		ring(queue);
 	pthread_mutex_unlock(&queue->lock);
 	free(flight);
-	return ready;
+}
+
+int miss_fault(struct miss_queue *queue, const struct read_request *request, uint32_t chunk, int error)
+{
+	struct pending *pending = calloc(1, sizeof(*pending));
+	int r;
+
+	if (!pending)
+		return -ENOMEM;
+	pending->request = *request;
+	pthread_mutex_lock(&queue->lock);
+	r = wait_for_room(queue, request);
+	if (r == 0) {
+		record(queue, &pending->request);
+		add_failed(queue, pending, chunk, error);
+		pending = NULL;
+	}
+	pthread_mutex_unlock(&queue->lock);
+	free(pending);
+	return r;
+}
+
+struct pending *miss_faulted(struct miss_queue *queue, uint64_t through)
+{
+	struct pending *first = NULL, **last = &first;
+
+	pthread_mutex_lock(&queue->lock);
+	while (queue->first_failed && queue->first_failed != queue->first_untaken && queue->first_failed->fault.number <= through) {
+		*last = queue->first_failed;
+		last = &queue->first_failed->next;
+		queue->first_failed = *last;
+	}
+	*last = NULL;
+	if (!queue->first_failed)
+		queue->last_failed = &queue->first_failed;
+	pthread_mutex_unlock(&queue->lock);
+	return first;
 }
 
 void miss_release(struct miss_queue *queue, struct pending *pending)
@@ -286,10 +435,11 @@ void miss_release(struct miss_queue *queue, struct pending *pending)
 	bool last;
 
 	pthread_mutex_lock(&queue->lock);
+	atomic_fetch_sub(&pending->request.layer->busy, 1);
 	last = --pending->waiting == 0;
 	pthread_mutex_unlock(&queue->lock);
 	if (last)
-		free(pending);
+		pending_free(queue, pending);
 }
 
 bool miss_interrupt(struct miss_queue *queue, uint64_t unique, struct read_request *ret_request)
@@ -343,11 +493,8 @@ uint32_t miss_take_faults(struct miss_queue *queue, struct weefs_fault *ret_faul
 	uint32_t taken = 0;
 
 	pthread_mutex_lock(&queue->lock);
-	while (taken < n && queue->n_faults) {
-		ret_faults[taken++] = queue->faults[queue->first_fault];
-		queue->first_fault = (queue->first_fault + 1) % MISS_FAULTS;
-		queue->n_faults--;
-	}
+	for (; taken < n && queue->first_untaken; queue->first_untaken = queue->first_untaken->next)
+		ret_faults[taken++] = queue->first_untaken->fault;
 	pthread_mutex_unlock(&queue->lock);
 	return taken;
 }

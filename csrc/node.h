@@ -9,6 +9,8 @@
  *     0   |   plan slot    |    2^18 - 1    |  index      a file whose link count is another in this plan than in its layer
  *
  * Directories must not share an id between plans: the kernel would move the dentry from one parent to the other.
+ * A slot is given to another plan or layer only when the kernel holds no id with it: an old id means the same or nothing.
+ *
  * Slots count from 1 and the last layer slot is never given, so FUSE's root id 1 (plan 0, layer 0, inode 1) is
  * nobody's. The id is also the inode number that stat(2) shows; overlayfs needs its two highest bits (xino), to keep
  * numbers of layers apart.

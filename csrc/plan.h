@@ -57,6 +57,7 @@ struct plan_file {
 struct plan {
 	char *name;
 	uint32_t slot;
+	uint64_t generation;
 	struct plan_layer *layers;	/* base first */
 	uint32_t n_layers;
 	struct plan_directory *directories;	/* [0]: the root */

@@ -67,7 +67,8 @@ static bool next_piece(struct pieces *pieces, struct piece *ret_piece)
 	return true;
 }
 
-uint32_t read_missing(const struct layer *layer, const struct toc_inode *inode, uint64_t offset, uint32_t size, uint32_t *ret_chunks, uint32_t n)
+uint32_t read_missing(const struct layer *layer, const struct toc_inode *inode, uint64_t offset, uint32_t size, const struct pending *pending,
+		      uint32_t *ret_chunks, uint32_t n)
 {
 	const struct toc *toc = &layer->toc;
 	struct pieces pieces = pieces_of(toc, inode, offset, size);
@@ -82,14 +83,40 @@ uint32_t read_missing(const struct layer *layer, const struct toc_inode *inode, 
 		if (chunk < next && missing && ret_chunks[missing - 1] == chunk)
 			chunk = next;
 		for (; chunk < toc->n_chunks && toc->chunks[chunk].stream_offset < piece.stream_offset + piece.length && missing < n; chunk++)
-			if (!cache_has(&layer->cache, chunk))
+			if (!cache_has(&layer->cache, chunk) && !pending_held(pending, chunk))
 				ret_chunks[missing++] = chunk;
 		next = chunk;
 	}
 	return missing;
 }
 
-int read_present(const struct layer *layer, const struct toc_inode *inode, uint64_t offset, uint32_t size, uint8_t *buffer)
+/* One piece; chunk by chunk only when some are held in memory. */
+static int read_piece(struct layer *layer, uint64_t stream_offset, uint64_t length, const struct pending *pending, uint8_t *buffer,
+		      uint32_t *ret_damaged)
+{
+	const struct toc *toc = &layer->toc;
+	uint64_t n = length;
+	int r = 0;
+
+	for (; r == 0 && length; stream_offset += n, buffer += n, length -= n) {
+		uint32_t chunk = toc_chunk_at(toc, stream_offset);
+		const struct held *held = pending_held(pending, chunk);
+		uint64_t left = toc->chunks[chunk].stream_offset + toc->chunks[chunk].raw_size - stream_offset;
+
+		n = pending && pending->holds && left < length ? left : length;
+		if (held) {
+			memcpy(buffer, held->bytes + (stream_offset - held->stream_offset), n);
+			continue;
+		}
+		r = cache_read(&layer->cache, stream_offset, buffer, n);
+		if (r)
+			*ret_damaged = chunk;
+	}
+	return r;
+}
+
+int read_present(struct layer *layer, const struct toc_inode *inode, uint64_t offset, uint32_t size, const struct pending *pending,
+		 uint8_t *buffer, uint32_t *ret_damaged)
 {
 	struct pieces pieces = pieces_of(&layer->toc, inode, offset, size);
 	struct piece piece;
@@ -98,7 +125,7 @@ int read_present(const struct layer *layer, const struct toc_inode *inode, uint6
 	if (inode->flags & INODE_SPARSE)
 		memset(buffer, 0, size);
 	while (r == 0 && next_piece(&pieces, &piece))
-		r = cache_read(&layer->cache, piece.stream_offset, buffer + (piece.file_offset - offset), piece.length);
+		r = read_piece(layer, piece.stream_offset, piece.length, pending, buffer + (piece.file_offset - offset), ret_damaged);
 	return r;
 }
 

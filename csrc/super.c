@@ -28,6 +28,27 @@ struct plan *super_plan(struct weefs *w, uint32_t slot)
 	return slot_get(&w->plans, slot);
 }
 
+void super_hold(struct weefs *w, uint64_t node)
+{
+	_Atomic uint64_t *lookups = session_lookups(&w->session, node);
+
+	if (lookups)
+		atomic_fetch_add(lookups, 1);
+}
+
+void super_forget(struct weefs *w, uint64_t id, uint64_t n)
+{
+	_Atomic uint64_t *lookups = session_lookups(&w->session, id);
+	struct node node = node_decode(id);
+	struct layer *layer;
+
+	if (!lookups || atomic_fetch_sub(lookups, n) != n || node.kind != NODE_FILE)
+		return;
+	layer = super_layer(w, node.layer);
+	if (layer && atomic_load(&layer->plans) == 0)
+		miss_ring(&w->misses); /* it may be closed now */
+}
+
 struct plan *super_find_plan(struct weefs *w, const char *name, size_t length)
 {
 	for (uint32_t page = 0; page < SLOT_PAGES; page++) {
@@ -57,6 +78,7 @@ static int merged_object(struct weefs *w, const struct plan *plan, uint32_t inde
 	object->inode = &object->layer->toc.inodes[merged->inode];
 	object->nlink = merged->nlink;
 	object->node = node_merged(plan->slot, index);
+	object->generation = plan->generation;
 	return 0;
 }
 
@@ -70,6 +92,7 @@ static int layer_object(struct weefs *w, uint32_t slot, uint32_t number, bool di
 	object->number = number;
 	object->inode = &layer->toc.inodes[number];
 	object->nlink = object->inode->nlink;
+	object->generation = object->plan ? object->plan->generation : layer->generation;
 	return 0;
 }
 

@@ -1,8 +1,11 @@
 /* The superblock: the layers and plans of one FUSE mount, by slot.
  *
  * Slots are written under `lock` and read without one: pointers are published with release order and never change
- * while set. A plan is freed after every FUSE thread has been seen outside a request (`struct worker.section`);
- * layers live as long as the superblock. Slots are never reused.
+ * while set. A plan, and a layer that nothing uses any more, is unpublished first and freed after every FUSE thread has been
+ * seen outside a request (`struct worker.section`).
+ *
+ * A slot is used again when the kernel holds no node of its former owner (session.h counts them). As a second line, each owner
+ * has a generation of its own, which goes into the kernel's entries: it never takes a node of one for a node of another.
  */
 #ifndef WEEFS_SUPER_H
 #define WEEFS_SUPER_H
@@ -15,6 +18,7 @@
 #include "miss.h"
 #include "node.h"
 #include "plan.h"
+#include "session.h"
 #include "toc.h"
 
 #define SLOT_PAGE 512u
@@ -27,19 +31,25 @@ struct layer {
 	uint64_t toc_size;
 	struct cache cache;
 	uint32_t slot;
+	uint64_t generation;
+	_Atomic uint32_t plans;	/* that it is in; changed under the superblock's lock */
+	_Atomic uint32_t busy;	/* its flights, and its failed requests that were not answered yet; changed under the miss queue's lock */
+	uint32_t users;		/* callers of the public functions; under the superblock's lock */
 };
 
 /* A fixed directory of pages, so that a reader needs no lock while the table grows. */
 struct slots {
 	_Atomic(_Atomic(void *) *) pages[SLOT_PAGES];
-	uint32_t used; /* under the superblock's lock */
+	_Atomic uint32_t used; /* the highest that was ever taken; changed under the superblock's lock */
+	uint64_t taken[(NODE_MAX_SLOT + 64) / 64]; /* reserved or set: bit slot % 64 of word slot / 64; under the superblock's lock */
 };
 
 struct worker {
 	struct weefs *weefs;
 	pthread_t thread;
 	int fd;
-	uint8_t *request, *reply;
+	uint32_t index;			/* of the descriptor, which is that of its buffer in the session */
+	uint8_t *request, *reply;	/* `request` is the session's */
 	_Atomic uint64_t section;	/* odd while the thread handles a request: see weefs_remove_plan() */
 	_Atomic uint64_t requests[64];
 	_Atomic uint64_t read_bytes;
@@ -47,7 +57,7 @@ struct worker {
 	bool started;
 };
 
-#define MAX_WORKERS 64u
+#define MAX_WORKERS SESSION_MAX_THREADS
 
 struct weefs {
 	struct weefs_options options;
@@ -57,13 +67,21 @@ struct weefs {
 	_Atomic uint32_t n_workers;
 	_Atomic uint32_t root_plan;	/* slot of the plan that is the root directory itself, or 0 */
 	_Atomic uint64_t changed_s, changed_ns; /* mtime of the root directory */
-	_Atomic uint64_t published, rejected, late_read_bytes;
+	_Atomic uint64_t published, unwritten, rejected, late_read_bytes;
+	_Atomic uint32_t running;	/* FUSE threads */
+	int ended_fd;			/* an eventfd: the last of them has ended */
+	int session_fd;
+	struct session session;
 	struct miss_queue misses;
 };
 
 /* NULL when nothing has that slot (any more). */
 struct layer *super_layer(struct weefs *w, uint32_t slot);
 struct plan *super_plan(struct weefs *w, uint32_t slot);
+
+/* The kernel is about to get a reference to the node; it gave back `n` (or did not take it). */
+void super_hold(struct weefs *w, uint64_t node);
+void super_forget(struct weefs *w, uint64_t node, uint64_t n);
 
 /* The plan of that name, or NULL. */
 struct plan *super_find_plan(struct weefs *w, const char *name, size_t length);
@@ -77,6 +95,7 @@ struct object {
 	uint32_t number;			/* of `inode` */
 	uint32_t nlink;
 	uint64_t node;
+	uint64_t generation;	/* of whatever owns the id: the layer of a file, else the plan */
 };
 
 /* -ESTALE when the id means nothing (any more). The mount's own root (without a root plan) is not an object: -EISDIR. */

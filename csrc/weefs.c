@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -13,7 +14,26 @@
 #include "super.h"
 #include "util.h"
 
-int weefs_new(const struct weefs_options *options, struct weefs **ret_weefs)
+int weefs_create_session(uint32_t threads, uint32_t max_pending, int *ret_fd)
+{
+	return session_create(threads, max_pending, ret_fd);
+}
+
+static int open_session(struct weefs *w, struct weefs_error *error)
+{
+	int r = 0;
+
+	if (w->options.session_fd >= 0) {
+		w->session_fd = fcntl(w->options.session_fd, F_DUPFD_CLOEXEC, 0);
+		if (w->session_fd < 0)
+			return fail(error, -errno, "session memory: %s", strerror(errno));
+	} else {
+		r = session_create(SESSION_MAX_THREADS, w->options.max_pending, &w->session_fd);
+	}
+	return r ? fail(error, r, "session memory: %s", strerror(-r)) : session_open(&w->session, w->session_fd, error);
+}
+
+int weefs_new(const struct weefs_options *options, struct weefs **ret_weefs, struct weefs_error *error)
 {
 	struct weefs *w = calloc(1, sizeof(*w));
 	int r;
@@ -21,14 +41,28 @@ int weefs_new(const struct weefs_options *options, struct weefs **ret_weefs)
 	if (!w)
 		return -ENOMEM;
 	w->options = *options;
-	r = miss_init(&w->misses, options->max_pending ? options->max_pending : 1);
+	w->session_fd = -1;
+	w->ended_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+	r = w->ended_fd < 0 ? fail(error, -errno, "eventfd: %s", strerror(errno)) : open_session(w, error);
+	if (r == 0)
+		r = miss_init(&w->misses, &w->session);
 	if (r) {
+		session_close(&w->session);
+		if (w->session_fd >= 0)
+			close(w->session_fd);
+		if (w->ended_fd >= 0)
+			close(w->ended_fd);
 		free(w);
 		return r;
 	}
 	pthread_mutex_init(&w->lock, NULL);
 	*ret_weefs = w;
 	return 0;
+}
+
+uint32_t weefs_times_served(struct weefs *w)
+{
+	return atomic_load(&w->session.header->served);
 }
 
 static void layer_free(struct layer *layer)
@@ -49,7 +83,6 @@ static void worker_free(struct worker *worker)
 		pthread_join(worker->thread, NULL);
 	if (worker->fd >= 0)
 		close(worker->fd);
-	free(worker->request);
 	free(worker->reply);
 	free(worker);
 }
@@ -70,35 +103,81 @@ void weefs_free(struct weefs *w)
 		free((void *)atomic_load(&w->layers.pages[page]));
 	}
 	miss_destroy(&w->misses);
+	session_close(&w->session);
+	close(w->session_fd);
+	close(w->ended_fd);
 	pthread_mutex_destroy(&w->lock);
 	free(w);
 }
 
 /* ---- slots ---- */
 
-/* The next free slot, with its page in place. Under the lock; the slot is taken when slot_set() is called. */
-static int slot_reserve(struct slots *slots, uint32_t *ret_slot)
+static bool slot_taken(const struct slots *slots, uint32_t slot)
 {
-	uint32_t slot = slots->used + 1;
+	return slots->taken[slot / 64] >> (slot % 64) & 1;
+}
+
+/* Takes a slot, with its page in place. Under the lock. */
+static int slot_take(struct slots *slots, uint32_t slot)
+{
 	_Atomic(void *) *page;
 
-	if (slot > NODE_MAX_SLOT)
-		return -ENOSPC;
+	if (slot == 0 || slot > NODE_MAX_SLOT)
+		return -EINVAL;
 	if (!atomic_load(&slots->pages[slot / SLOT_PAGE])) {
 		page = calloc(SLOT_PAGE, sizeof(*page));
 		if (!page)
 			return -ENOMEM;
 		atomic_store(&slots->pages[slot / SLOT_PAGE], page);
 	}
-	*ret_slot = slot;
+	slots->taken[slot / 64] |= UINT64_C(1) << (slot % 64);
+	if (slot > atomic_load(&slots->used))
+		atomic_store(&slots->used, slot);
 	return 0;
+}
+
+static void slot_release(struct slots *slots, uint32_t slot)
+{
+	slots->taken[slot / 64] &= ~(UINT64_C(1) << (slot % 64));
 }
 
 static void slot_set(struct slots *slots, uint32_t slot, void *value)
 {
-	atomic_store_explicit(&atomic_load(&slots->pages[slot / SLOT_PAGE])[slot % SLOT_PAGE], value, memory_order_release);
-	if (slot > slots->used)
-		slots->used = slot;
+	atomic_store(&atomic_load_explicit(&slots->pages[slot / SLOT_PAGE], memory_order_acquire)[slot % SLOT_PAGE], value);
+}
+
+static struct slots *slots_of(struct weefs *w, enum weefs_kind kind)
+{
+	return kind == WEEFS_LAYER ? &w->layers : &w->plans;
+}
+
+/* The lowest that is free: tables and scans stay short. */
+int weefs_reserve(struct weefs *w, enum weefs_kind kind, struct weefs_place *ret_place)
+{
+	_Atomic uint64_t *lookups = kind == WEEFS_LAYER ? w->session.layer_lookups : w->session.plan_lookups;
+	struct slots *slots = slots_of(w, kind);
+	uint32_t slot = 1;
+	int r = -ENOSPC;
+
+	pthread_mutex_lock(&w->lock);
+	while (slot <= NODE_MAX_SLOT && (slot_taken(slots, slot) || atomic_load(&lookups[slot])))
+		slot++;
+	if (slot <= NODE_MAX_SLOT)
+		r = slot_take(slots, slot);
+	pthread_mutex_unlock(&w->lock);
+	if (r == 0)
+		*ret_place = (struct weefs_place){.slot = slot, .generation = atomic_fetch_add(&w->session.header->generation, 1) + 1};
+	return r;
+}
+
+void weefs_release(struct weefs *w, enum weefs_kind kind, uint32_t slot)
+{
+	struct slots *slots = slots_of(w, kind);
+
+	pthread_mutex_lock(&w->lock);
+	if (slot <= NODE_MAX_SLOT && !(kind == WEEFS_LAYER ? (void *)super_layer(w, slot) : (void *)super_plan(w, slot)))
+		slot_release(slots, slot);
+	pthread_mutex_unlock(&w->lock);
 }
 
 /* ---- layers ---- */
@@ -123,31 +202,104 @@ static int layer_open(int toc_fd, uint64_t toc_size, int data_fd, int map_fd, co
 	return r ? r : cache_open(&layer->cache, &layer->toc, data_fd, map_fd, boot_id, error);
 }
 
-int weefs_add_layer(struct weefs *w, int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id, uint32_t *ret_slot,
+int weefs_add_layer(struct weefs *w, const struct weefs_place *place, int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id,
 		    struct weefs_error *error)
 {
 	struct layer *layer = calloc(1, sizeof(*layer));
 	int r = layer ? layer_open(toc_fd, toc_size, data_fd, map_fd, boot_id, layer, error) : -ENOMEM;
 
 	if (r == 0) {
+		layer->slot = place->slot;
+		layer->generation = place->generation;
 		pthread_mutex_lock(&w->lock);
-		r = slot_reserve(&w->layers, &layer->slot);
+		r = super_layer(w, place->slot) ? -EEXIST : slot_take(&w->layers, place->slot);
 		if (r == 0) {
-			slot_set(&w->layers, layer->slot, layer);
-			*ret_slot = layer->slot;
+			slot_set(&w->layers, place->slot, layer);
 			layer = NULL;
 		}
 		pthread_mutex_unlock(&w->lock);
 		if (r)
-			fail(error, r, "no layer slot is free: %s", strerror(-r));
+			fail(error, r, "layer slot %u cannot be used: %s", place->slot, strerror(-r));
 	}
 	layer_free(layer);
 	return r;
 }
 
+static struct layer *layer_use(struct weefs *w, uint32_t slot)
+{
+	struct layer *layer;
+
+	pthread_mutex_lock(&w->lock);
+	layer = super_layer(w, slot);
+	if (layer)
+		layer->users++;
+	pthread_mutex_unlock(&w->lock);
+	return layer;
+}
+
+static void layer_unuse(struct weefs *w, struct layer *layer)
+{
+	bool idle;
+
+	if (!layer)
+		return;
+	pthread_mutex_lock(&w->lock);
+	idle = --layer->users == 0 && atomic_load(&layer->plans) == 0;
+	pthread_mutex_unlock(&w->lock);
+	if (idle)
+		miss_ring(&w->misses);
+}
+
+/* Under the lock. FUSE threads come by a layer through a plan or through a file that the kernel holds: who sees neither here, nor
+ * a request that waits, sees that none comes any more. */
+static bool layer_idle(struct weefs *w, const struct layer *layer)
+{
+	return atomic_load(&layer->plans) == 0 && layer->users == 0 && atomic_load(&layer->busy) == 0 &&
+	       atomic_load(&w->session.layer_lookups[layer->slot]) == 0;
+}
+
+static void wait_for_readers(struct weefs *w);
+
+int weefs_close_layer(struct weefs *w, uint32_t slot)
+{
+	struct layer *layer;
+	int r = 0;
+
+	pthread_mutex_lock(&w->lock);
+	layer = super_layer(w, slot);
+	if (!layer)
+		r = -ENOENT;
+	else if (!layer_idle(w, layer))
+		r = -EBUSY;
+	else
+		slot_set(&w->layers, slot, NULL);
+	pthread_mutex_unlock(&w->lock);
+	if (r)
+		return r;
+	wait_for_readers(w);
+	layer_free(layer);
+	weefs_release(w, WEEFS_LAYER, slot);
+	return 0;
+}
+
+uint32_t weefs_idle_layers(struct weefs *w, uint32_t *ret_slots, uint32_t n)
+{
+	uint32_t found = 0;
+
+	pthread_mutex_lock(&w->lock);
+	for (uint32_t slot = 1; found < n && slot <= atomic_load(&w->layers.used); slot++) {
+		const struct layer *layer = super_layer(w, slot);
+
+		if (layer && layer_idle(w, layer))
+			ret_slots[found++] = slot;
+	}
+	pthread_mutex_unlock(&w->lock);
+	return found;
+}
+
 int weefs_layer_info(struct weefs *w, uint32_t slot, struct weefs_layer_info *ret_info)
 {
-	struct layer *layer = super_layer(w, slot);
+	struct layer *layer = layer_use(w, slot);
 
 	if (!layer)
 		return -ENOENT;
@@ -163,6 +315,7 @@ int weefs_layer_info(struct weefs *w, uint32_t slot, struct weefs_layer_info *re
 		.present_stored = atomic_load(&layer->cache.present_stored),
 		.present_raw = atomic_load(&layer->cache.present_raw),
 	};
+	layer_unuse(w, layer);
 	return 0;
 }
 
@@ -178,10 +331,10 @@ static void touch_root(struct weefs *w)
 }
 
 /* Under the lock. */
-static int add_plan(struct weefs *w, const char *name, const uint32_t *slots, uint32_t n, struct plan **ret_plan, struct weefs_error *error)
+static int add_plan(struct weefs *w, const struct weefs_place *place, const char *name, const uint32_t *slots, uint32_t n, struct plan **ret_plan,
+		    struct weefs_error *error)
 {
 	cleanup_free struct plan_layer *layers = calloc(n, sizeof(*layers));
-	uint32_t slot;
 	int r;
 
 	if (!layers)
@@ -195,17 +348,21 @@ static int add_plan(struct weefs *w, const char *name, const uint32_t *slots, ui
 	}
 	if (super_find_plan(w, name, strlen(name)))
 		return fail(error, -EEXIST, "a plan '%s' is there already", name);
-	r = slot_reserve(&w->plans, &slot);
+	r = super_plan(w, place->slot) ? -EEXIST : slot_take(&w->plans, place->slot);
 	if (r)
-		return fail(error, r, "no plan slot is free: %s", strerror(-r));
-	r = plan_build(name, slot, layers, n, ret_plan, error);
-	if (r == 0)
-		slot_set(&w->plans, slot, *ret_plan);
-	return r;
+		return fail(error, r, "plan slot %u cannot be used: %s", place->slot, strerror(-r));
+	r = plan_build(name, place->slot, layers, n, ret_plan, error);
+	if (r)
+		return r; /* the place stays its caller's */
+	(*ret_plan)->generation = place->generation;
+	for (uint32_t i = 0; i < n; i++)
+		atomic_fetch_add(&super_layer(w, slots[i])->plans, 1);
+	slot_set(&w->plans, place->slot, *ret_plan);
+	return 0;
 }
 
-int weefs_add_plan(struct weefs *w, const char *name, const uint32_t *slots, uint32_t n, uint32_t *ret_plan, struct weefs_plan_info *ret_info,
-		   struct weefs_error *error)
+int weefs_add_plan(struct weefs *w, const struct weefs_place *place, const char *name, const uint32_t *slots, uint32_t n,
+		   struct weefs_plan_info *ret_info, struct weefs_error *error)
 {
 	struct plan *plan = NULL;
 	int r;
@@ -215,15 +372,15 @@ int weefs_add_plan(struct weefs *w, const char *name, const uint32_t *slots, uin
 	if (name[0] == 0 || strlen(name) > 255 || strchr(name, '/') || strcmp(name, ".") == 0 || strcmp(name, "..") == 0)
 		return fail(error, -EINVAL, "'%s' cannot be the name of a plan's directory", name);
 	pthread_mutex_lock(&w->lock);
-	r = add_plan(w, name, slots, n, &plan, error);
+	r = add_plan(w, place, name, slots, n, &plan, error);
+	if (r == 0)
+		*ret_info = (struct weefs_plan_info){.entries = plan->n_entries, .content_size = plan->content_size, .merged_dirs = plan->n_directories,
+						     .plan_specific = plan->n_files};
 	pthread_mutex_unlock(&w->lock);
 	if (r)
 		return r;
 	touch_root(w);
 	fuse_root_changed(w);
-	*ret_plan = plan->slot;
-	*ret_info = (struct weefs_plan_info){.entries = plan->n_entries, .content_size = plan->content_size, .merged_dirs = plan->n_directories,
-					     .plan_specific = plan->n_files};
 	return 0;
 }
 
@@ -256,10 +413,22 @@ int weefs_remove_plan(struct weefs *w, uint32_t slot)
 	if (atomic_load(&w->root_plan) == slot)
 		return -EBUSY;
 	touch_root(w);
+	wait_for_readers(w); /* so that none hands out a node of it after the kernel was told to drop them */
 	fuse_forget_plan(w, plan->name);
-	wait_for_readers(w);
+	pthread_mutex_lock(&w->lock);
+	for (uint32_t i = 0; i < plan->n_layers; i++)
+		atomic_fetch_sub(&super_layer(w, plan->layers[i].slot)->plans, 1);
+	slot_release(&w->plans, slot);
+	pthread_mutex_unlock(&w->lock);
 	plan_free(plan);
+	miss_ring(&w->misses); /* its layers may be idle now */
 	return 0;
+}
+
+void weefs_forget_name(struct weefs *w, const char *name)
+{
+	touch_root(w);
+	fuse_forget_plan(w, name);
 }
 
 int weefs_set_root(struct weefs *w, uint32_t plan)
@@ -282,6 +451,7 @@ static int start_thread(struct worker *worker)
 	pthread_sigmask(SIG_SETMASK, &all, &before);
 	r = pthread_create(&worker->thread, NULL, fuse_thread, worker);
 	pthread_sigmask(SIG_SETMASK, &before, NULL);
+	worker->started = r == 0;
 	return -r;
 }
 
@@ -297,18 +467,17 @@ static int add_worker(struct weefs *w, int fd)
 	if (!worker)
 		return -ENOMEM;
 	worker->weefs = w;
-	worker->request = aligned_alloc(4096, FUSE_REQUEST_SIZE);
+	worker->index = n;
 	worker->reply = aligned_alloc(4096, FUSE_REPLY_SIZE);
 	worker->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
 	if (worker->fd < 0)
 		r = -errno;
-	else if (worker->request && worker->reply)
-		r = start_thread(worker);
+	else if (worker->reply)
+		r = session_buffer(&w->session, n, &worker->request);
 	if (r) {
 		worker_free(worker);
 		return r;
 	}
-	worker->started = true;
 	w->workers[n] = worker;
 	atomic_store(&w->n_workers, n + 1);
 	return 0;
@@ -319,10 +488,25 @@ int weefs_serve(struct weefs *w, const int *fds, uint32_t n)
 	int r = 0;
 
 	pthread_mutex_lock(&w->lock);
+	if (atomic_load(&w->n_workers))
+		r = -EALREADY;
 	for (uint32_t i = 0; r == 0 && i < n; i++)
 		r = add_worker(w, fds[i]);
 	pthread_mutex_unlock(&w->lock);
+	if (r)
+		return r;
+	r = fuse_take_over(w);
+	atomic_fetch_add(&w->session.header->served, 1);
+	for (uint32_t i = 0; r == 0 && i < n; i++) {
+		atomic_fetch_add(&w->running, 1);
+		r = start_thread(w->workers[i]);
+	}
 	return r;
+}
+
+int weefs_ended_fd(struct weefs *w)
+{
+	return w->ended_fd;
 }
 
 int weefs_ended(struct weefs *w)
@@ -350,62 +534,104 @@ uint32_t weefs_take_faults(struct weefs *w, struct weefs_fault *ret_faults, uint
 	return miss_take_faults(&w->misses, ret_faults, n);
 }
 
+void weefs_answer_faults(struct weefs *w, uint64_t through)
+{
+	struct pending *ready = miss_faulted(&w->misses, through);
+
+	while (ready) {
+		struct pending *next = ready->next;
+
+		fuse_answer_error(ready->request.fd, ready->request.unique, EIO);
+		miss_done(&w->misses, &ready->request);
+		miss_release(&w->misses, ready);
+		ready = next;
+	}
+	miss_ring(&w->misses); /* a layer that only they kept may be idle now */
+}
+
+/* To be given back with layer_unuse(). */
 static struct layer *layer_with_chunk(struct weefs *w, uint32_t slot, uint32_t chunk)
 {
-	struct layer *layer = super_layer(w, slot);
+	struct layer *layer = layer_use(w, slot);
 
-	return layer && chunk < layer->toc.n_chunks ? layer : NULL;
+	if (layer && chunk < layer->toc.n_chunks)
+		return layer;
+	layer_unuse(w, layer);
+	return NULL;
 }
 
 int weefs_claim(struct weefs *w, uint32_t slot, uint32_t chunk, struct weefs_miss *ret_miss)
 {
 	struct layer *layer = layer_with_chunk(w, slot, chunk);
+	int r = layer ? miss_claim(&w->misses, layer, chunk, ret_miss) : -ENOENT;
 
-	return layer ? miss_claim(&w->misses, layer, chunk, ret_miss) : -ENOENT;
+	layer_unuse(w, layer);
+	return r;
+}
+
+static void answer_ready(struct weefs *w, struct pending *ready)
+{
+	while (ready) {
+		struct pending *next = ready->next;
+
+		fuse_answer_pending(w, ready);
+		pending_free(&w->misses, ready);
+		ready = next;
+	}
+}
+
+/* Writes the chunk and marks it, or gets hold of it in memory when the cache cannot take it. */
+static int store_chunk(struct weefs *w, struct layer *layer, uint32_t chunk, const uint8_t *stored, size_t size, struct held **ret_held,
+		       struct weefs_error *error)
+{
+	cleanup_free uint8_t *buffer = NULL;
+	const uint8_t *raw = NULL;
+	int r = cache_verify(&layer->cache, chunk, stored, size, &raw, &buffer, error);
+
+	if (r) {
+		atomic_fetch_add(&w->rejected, r == -EBADMSG);
+		return r;
+	}
+	for (uint32_t times = cache_times_voided(&layer->cache); r == 0; times = cache_times_voided(&layer->cache)) {
+		r = cache_write(&layer->cache, chunk, raw, error);
+		if (r || !cache_mark(&layer->cache, chunk, times))
+			continue;
+		atomic_fetch_add(&w->published, 1);
+		return 0;
+	}
+	*ret_held = miss_hold(&w->misses, layer, chunk, raw);
+	if (!*ret_held)
+		return r;
+	atomic_fetch_add(&w->unwritten, 1);
+	return 0;
 }
 
 int weefs_publish(struct weefs *w, uint32_t slot, uint32_t chunk, const uint8_t *stored, size_t size, struct weefs_error *error)
 {
 	struct layer *layer = layer_with_chunk(w, slot, chunk);
-	struct pending *ready;
-	int r;
+	struct held *held = NULL;
+	int r = 0;
 
 	if (!layer)
 		return fail(error, -ENOENT, "no layer %u with a chunk %u", slot, chunk);
-	if (!cache_has(&layer->cache, chunk)) {
-		r = cache_write(&layer->cache, chunk, stored, size, error);
-		if (r) {
-			atomic_fetch_add(&w->rejected, r == -EBADMSG);
-			return r;
-		}
-		atomic_fetch_add(&w->published, 1);
+	if (!cache_has(&layer->cache, chunk))
+		r = store_chunk(w, layer, chunk, stored, size, &held, error);
+	if (r == 0) {
+		answer_ready(w, miss_arrived(&w->misses, layer, chunk, held));
+		miss_unhold(&w->misses, held);
 	}
-	ready = miss_arrived(&w->misses, layer, chunk);
-	while (ready) {
-		struct pending *next = ready->next;
-
-		fuse_answer_read(w, &ready->request);
-		free(ready);
-		ready = next;
-	}
-	return 0;
+	layer_unuse(w, layer);
+	return r;
 }
 
 int weefs_fail(struct weefs *w, uint32_t slot, uint32_t chunk, int error)
 {
 	struct layer *layer = layer_with_chunk(w, slot, chunk);
-	struct pending *ready;
 
 	if (!layer)
 		return -ENOENT;
-	ready = miss_failed(&w->misses, layer, chunk, error);
-	while (ready) {
-		struct pending *next = ready->next;
-
-		fuse_answer_error(ready->request.fd, ready->request.unique, EIO);
-		miss_release(&w->misses, ready);
-		ready = next;
-	}
+	miss_failed(&w->misses, layer, chunk, error);
+	layer_unuse(w, layer);
 	return 0;
 }
 
@@ -414,6 +640,7 @@ void weefs_get_statistics(struct weefs *w, struct weefs_statistics *ret)
 	*ret = (struct weefs_statistics){
 		.read_bytes = atomic_load(&w->late_read_bytes),
 		.chunks_published = atomic_load(&w->published),
+		.chunks_unwritten = atomic_load(&w->unwritten),
 		.chunks_rejected = atomic_load(&w->rejected),
 	};
 	for (uint32_t i = 0; i < atomic_load(&w->n_workers); i++) {

@@ -1,7 +1,9 @@
 /* The C core of weefs: the validated TOC, the merged view, the chunk cache, the miss queue and the FUSE loop.
  *
  * One `struct weefs` is one FUSE superblock: a node has one for all its environments. Layers and plans are added to it and get
- * slots; what a FUSE node id means is a pure function of the slots (node.h), so nothing is allocated on LOOKUP and FORGET does nothing.
+ * slots; what a FUSE node id means is a pure function of the slots (node.h), so nothing is allocated on LOOKUP, and LOOKUP and FORGET only
+ * count, which tells when a slot may be used again. What must outlive the process is in a memory of its own (session.h): another one that
+ * is given this memory, the descriptors of /dev/fuse and the same layers and plans in the same slots serves on.
  *
  * Conventions: functions that can fail return 0 or -errno; outputs are named `ret_*` and untouched on failure. Where a caller needs more
  * than an errno, it passes a `struct weefs_error` and gets one sentence. The library never logs and never calls back.
@@ -28,7 +30,9 @@ struct weefs_error {
 };
 
 struct weefs_options {
-	uint32_t max_pending;		/* READ requests that may wait for chunks at once; further ones stay in the kernel's queue */
+	uint32_t max_pending;		/* READ requests that may wait for chunks at once; further ones stay in the kernel's queue. Not with `session_fd` */
+	int session_fd;			/* of weefs_create_session(), duplicated; -1: a memory of its own, for a mount that ends with this process */
+	uint32_t no_resend;		/* 1: as on a kernel that cannot send requests again (before 6.9) */
 	uint32_t escape_overlay_xattrs;	/* 1: show `trusted.overlay.X` as `trusted.overlay.overlay.X`, so that it cannot instruct an overlay above */
 };
 
@@ -41,8 +45,9 @@ struct weefs_miss {
 	uint64_t blob_offset;
 };
 
-/* A READ that was answered with EIO. */
+/* A READ that will be answered with EIO; its reader waits until weefs_answer_faults(). */
 struct weefs_fault {
+	uint64_t number;	/* counts up from 1 in the life of the session */
 	uint32_t layer;
 	uint32_t chunk;
 	uint32_t pid;	/* of the reader, in the pid namespace of the mount's opener; 0 when the kernel itself read */
@@ -76,32 +81,63 @@ struct weefs_statistics {
 	uint64_t reads_failed;	/* READ requests answered with EIO */
 	uint64_t reads_interrupted;
 	uint64_t chunks_published;
+	uint64_t chunks_unwritten;	/* arrived, and the cache could not take them: their readers were answered from memory */
 	uint64_t chunks_rejected;	/* did not decompress or did not have their digest */
 	uint64_t pending;	/* READ requests waiting now */
 	uint64_t in_flight;	/* chunks being fetched now */
 };
 
-int weefs_new(const struct weefs_options *options, struct weefs **ret_weefs);
+/* Where a layer or a plan is: what must be the same after another process took over. */
+struct weefs_place {
+	uint32_t slot;
+	uint64_t generation;
+};
+
+enum weefs_kind { WEEFS_PLAN, WEEFS_LAYER };
+
+/* Makes the memory for `threads` FUSE threads, in the keeper of the mount; the caller owns the descriptor. */
+int weefs_create_session(uint32_t threads, uint32_t max_pending, int *ret_fd);
+
+/* -EPROTO: the session is another version's, `ret_error` says so. */
+int weefs_new(const struct weefs_options *options, struct weefs **ret_weefs, struct weefs_error *ret_error);
+
+/* How many processes have begun to serve this session: not 0 before weefs_serve() means that there is something to take over. */
+uint32_t weefs_times_served(struct weefs *w);
 
 /* Waits for the FUSE threads (their mount must be gone) and frees everything. NULL is allowed. */
 void weefs_free(struct weefs *w);
 
+/* Finds a place that nothing has and of which the kernel knows nothing, and keeps it until something is put there, or
+ * weefs_release(). -ENOSPC: no slot is left. */
+int weefs_reserve(struct weefs *w, enum weefs_kind kind, struct weefs_place *ret_place);
+void weefs_release(struct weefs *w, enum weefs_kind kind, uint32_t slot);
+
 /* Adds a layer: `toc_fd` holds the raw TOC of `toc_size` bytes, `data_fd` is the cache file of the logical stream (extended to its size
  * here), `map_fd` the bitmap of present chunks (created, or begun anew when it belongs to another TOC or to an earlier boot than
  * `boot_id`, 16 bytes). All three are duplicated. -EBADMSG: the TOC breaks a rule of docs/format.md, `ret_error` says which.
- * -ENOSPC: no slot is left. */
-int weefs_add_layer(struct weefs *w, int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id,
-		    uint32_t *ret_slot, struct weefs_error *ret_error);
+ * `place`: from weefs_reserve(), or the one it had in an earlier process. -EEXIST: the slot is in use. */
+int weefs_add_layer(struct weefs *w, const struct weefs_place *place, int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id,
+		    struct weefs_error *ret_error);
+
+/* Closes a layer: -EBUSY while a plan has it, a reader waits for it, or the kernel holds a node of it. */
+int weefs_close_layer(struct weefs *w, uint32_t slot);
+
+/* The layers that could be closed now. weefs_miss_fd() becomes readable when there is a new one. */
+uint32_t weefs_idle_layers(struct weefs *w, uint32_t *ret_slots, uint32_t n);
 
 int weefs_layer_info(struct weefs *w, uint32_t slot, struct weefs_layer_info *ret_info);
 
-/* Adds the plan of `n` layers, base first, as directory `name` of the mount. -EEXIST: the name is taken; -EXDEV, -ENOENT, -ELOOP: the
+/* Adds the plan of `n` layers, base first, as directory `name` of the mount. -EEXIST: the name or the slot is taken; -EXDEV, -ENOENT, -ELOOP: the
  * layers do not fit together, `ret_error` says where. */
-int weefs_add_plan(struct weefs *w, const char *name, const uint32_t *slots, uint32_t n, uint32_t *ret_plan,
+int weefs_add_plan(struct weefs *w, const struct weefs_place *place, const char *name, const uint32_t *slots, uint32_t n,
 		   struct weefs_plan_info *ret_info, struct weefs_error *ret_error);
 
-/* Removes a plan: its directory answers ENOENT, its memory is freed. Returns after no FUSE thread uses it any more. */
+/* Removes a plan: its directory answers ENOENT, its memory is freed. Returns after no FUSE thread uses it any more. What is still
+ * open of it answers ESTALE, but files, which are their layer's, are read on. */
 int weefs_remove_plan(struct weefs *w, uint32_t plan);
+
+/* The kernel drops what it holds below the directory `name`, of a plan that a predecessor removed. */
+void weefs_forget_name(struct weefs *w, const char *name);
 
 /* Makes the plan the root directory of the mount itself (before anything is served). */
 int weefs_set_root(struct weefs *w, uint32_t plan);
@@ -110,26 +146,33 @@ int weefs_set_root(struct weefs *w, uint32_t plan);
  * and may give them to another process: the connection lives as long as one of them is open. */
 int weefs_mount(const char *path, const char *source, int *ret_fds, uint32_t n, struct weefs_error *ret_error);
 
-/* Starts a FUSE thread on each descriptor; they are duplicated. The threads end when the mount is gone. */
+/* Starts a FUSE thread on each descriptor; they are duplicated. The threads end when the mount is gone. Once: all descriptors of the
+ * session, in the same order in each process, since a request is answered where it came from. Takes over what a predecessor left
+ * unanswered, so all layers and plans must be there. */
 int weefs_serve(struct weefs *w, const int *fds, uint32_t n);
 
-/* 1 when every FUSE thread has ended. */
+/* 1 when every FUSE thread has ended; the eventfd becomes readable then. Owned by `w`. */
 int weefs_ended(struct weefs *w);
+int weefs_ended_fd(struct weefs *w);
 
-/* The eventfd that is readable while misses or faults are to be taken. Owned by `w`. */
+/* The eventfd that is readable while misses or faults are to be taken, or layers are idle. Owned by `w`. */
 int weefs_miss_fd(struct weefs *w);
 uint32_t weefs_take_misses(struct weefs *w, struct weefs_miss *ret_misses, uint32_t n);
 uint32_t weefs_take_faults(struct weefs *w, struct weefs_fault *ret_faults, uint32_t n);
+
+/* The faults up to this number, of those that were taken, were reported: answers their readers. */
+void weefs_answer_faults(struct weefs *w, uint64_t through);
 
 /* Claims a chunk that no reader waits for, to fetch it ahead: 1 when it is now the caller's to publish or fail, 0
  * when it is present or somebody fetches it. */
 int weefs_claim(struct weefs *w, uint32_t layer, uint32_t chunk, struct weefs_miss *ret_miss);
 
-/* The only way into the cache: decompress, compare the digest, write, mark as present, answer the readers that wait for it.
+/* The only way into the cache: decompress, compare the digest, write, mark as present, answer the readers that wait for it. When the
+ * cache has no room, its readers are answered all the same, and the next one asks again.
  * -EBADMSG: the bytes are not the chunk's; nothing was written and its readers still wait. */
 int weefs_publish(struct weefs *w, uint32_t layer, uint32_t chunk, const uint8_t *stored, size_t size, struct weefs_error *ret_error);
 
-/* Gives a chunk up: its readers get EIO (and are reported as faults), and the next reader asks again. */
+/* Gives a chunk up: its readers become faults, and the next reader asks again. */
 int weefs_fail(struct weefs *w, uint32_t layer, uint32_t chunk, int error);
 
 void weefs_get_statistics(struct weefs *w, struct weefs_statistics *ret_statistics);

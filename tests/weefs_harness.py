@@ -112,7 +112,9 @@ class MountedCore:
             while misses := self.core.take_misses():
                 for miss in misses:
                     self._serve_one(miss)
-            self.faults += self.core.take_faults()
+            while faults := self.core.take_faults():
+                self.faults += faults
+                self.core.answer_faults(faults[-1].number)
 
     def _serve_one(self, miss: core.Miss) -> None:
         self.fetched.append(miss)

@@ -6,6 +6,7 @@ does, so they may be made from a thread. The core never calls back into Python: 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,11 +51,20 @@ class Miss:
 
 
 @attrs.frozen
+class Place:
+    """Where a layer or a plan is: what must be the same in the next process."""
+
+    slot: int
+    generation: int
+
+
+@attrs.frozen
 class CoreFault:
-    """A READ answered with EIO; `pid` is the reader's (0: the kernel's own), `error` the errno that the fetch
-    failed with.
+    """A READ that is to be answered with EIO; `pid` is the reader's (0: the kernel's own), `error` the errno that the
+    fetch failed with. `number` counts up from 1 in the life of the session.
     """
 
+    number: int
     layer: LayerSlot
     chunk: ChunkIndex
     pid: int
@@ -109,7 +119,7 @@ def _check(result: int, error: object | None, what: str) -> int:
     if result >= 0:
         return result
     text = ffi.string(error.text).decode(errors="replace") if error is not None else ""  # type: ignore[attr-defined]
-    kind = DamagedError if -result == 74 else CoreError
+    kind = DamagedError if -result == errno.EBADMSG else CoreError
     raise kind(-result, text or f"{what}: {os.strerror(-result)}")
 
 
@@ -129,15 +139,42 @@ def mount(path: Path, *, source: str = "weefs", threads: int = 2) -> list[int]:
     return list(descriptors)
 
 
-class Core:
-    """One FUSE superblock. `close()` needs its mount to be gone, since it waits for the FUSE threads."""
+def create_session(*, threads: int = 2, max_pending: int = 8192) -> int:
+    """Makes the memory that outlives a serving process; returns its descriptor, the caller's to keep, hand over and
+    close. `threads` as for mount(); `max_pending`: READ requests that may wait at once.
+    """
+    fd = ffi.new("int *")
+    _check(lib.weefs_create_session(threads, max_pending, fd), None, "session memory")
+    return int(fd[0])
 
-    def __init__(self, *, max_pending: int = 8192, escape_overlay_xattrs: bool = True) -> None:
+
+class Core:
+    """One FUSE superblock. `close()` needs its mount to be gone, since it waits for the FUSE threads.
+
+    `session_fd`: the memory of create_session(), which stays the caller's; without it, what is served ends with this
+    process. `resend=False`: as on a kernel that cannot send requests again (before 6.9).
+    """
+
+    def __init__(
+        self,
+        *,
+        max_pending: int = 8192,
+        escape_overlay_xattrs: bool = True,
+        session_fd: int | None = None,
+        resend: bool = True,
+    ) -> None:
         options = ffi.new(
-            "struct weefs_options *", {"max_pending": max_pending, "escape_overlay_xattrs": int(escape_overlay_xattrs)}
+            "struct weefs_options *",
+            {
+                "max_pending": max_pending,
+                "escape_overlay_xattrs": int(escape_overlay_xattrs),
+                "session_fd": -1 if session_fd is None else session_fd,
+                "no_resend": int(not resend),
+            },
         )
         made = ffi.new("struct weefs **")
-        _check(lib.weefs_new(options, made), None, "weefs_new")
+        error = ffi.new("struct weefs_error *")
+        _check(lib.weefs_new(options, made, error), error, "weefs_new")
         self._weefs = made[0]
         self._misses = ffi.new("struct weefs_miss[]", MAX_TAKEN)
         self._faults = ffi.new("struct weefs_fault[]", MAX_TAKEN)
@@ -146,52 +183,104 @@ class Core:
         lib.weefs_free(self._weefs)
         self._weefs = ffi.NULL
 
-    def add_layer(self, toc_fd: int, toc_size: int, data_fd: int, map_fd: int, boot_id: bytes) -> LayerSlot:
+    @property
+    def times_served(self) -> int:
+        """How many processes have begun to serve this session. Not 0 before serve(): there is something to take over."""
+        return int(lib.weefs_times_served(self._weefs))
+
+    def reserve_layer(self) -> Place:
+        """A place for a layer of which the kernel knows nothing, until it is used or released."""
+        return self._reserve(lib.WEEFS_LAYER)
+
+    def reserve_plan(self) -> Place:
+        return self._reserve(lib.WEEFS_PLAN)
+
+    def release_layer(self, place: Place) -> None:
+        lib.weefs_release(self._weefs, lib.WEEFS_LAYER, place.slot)
+
+    def release_plan(self, place: Place) -> None:
+        lib.weefs_release(self._weefs, lib.WEEFS_PLAN, place.slot)
+
+    def _reserve(self, kind: int) -> Place:
+        place = ffi.new("struct weefs_place *")
+        _check(lib.weefs_reserve(self._weefs, kind, place), None, "reserve a slot")
+        return Place(place.slot, place.generation)
+
+    def add_layer(
+        self, toc_fd: int, toc_size: int, data_fd: int, map_fd: int, boot_id: bytes, *, place: Place | None = None
+    ) -> LayerSlot:
         """Adds a layer whose raw TOC, cache file and chunk map are open; the descriptors are duplicated.
 
-        `boot_id`: 16 bytes.
+        `boot_id`: 16 bytes. `place`: a reserved one, or the one that it had in an earlier process.
         """
         if len(boot_id) != 16:
             raise ValueError(f"boot_id: expected 16 bytes, received {len(boot_id)}")
         error = ffi.new("struct weefs_error *")
-        slot = ffi.new("uint32_t *")
-        _check(
-            lib.weefs_add_layer(self._weefs, toc_fd, toc_size, data_fd, map_fd, boot_id, slot, error), error, "layer"
-        )
-        return LayerSlot(slot[0])
+        at = place or self.reserve_layer()
+        added = lib.weefs_add_layer(self._weefs, [attrs.astuple(at)], toc_fd, toc_size, data_fd, map_fd, boot_id, error)
+        if added < 0 and place is None:
+            self.release_layer(at)
+        _check(added, error, "layer")
+        return LayerSlot(at.slot)
+
+    def close_layer(self, layer: LayerSlot) -> bool:
+        """Whether it is closed: not while a plan has it, a reader waits for it, or the kernel holds a node of it."""
+        closed = lib.weefs_close_layer(self._weefs, layer)
+        if closed == -errno.EBUSY:
+            return False
+        _check(closed, None, f"layer {layer}")
+        return True
+
+    def idle_layers(self) -> list[LayerSlot]:
+        """Layers that could be closed now, up to MAX_TAKEN. `miss_fd` becomes readable when there is a new one."""
+        slots = ffi.new("uint32_t[]", MAX_TAKEN)
+        return [LayerSlot(slots[i]) for i in range(lib.weefs_idle_layers(self._weefs, slots, MAX_TAKEN))]
 
     def layer_info(self, layer: LayerSlot) -> LayerInfo:
         info = ffi.new("struct weefs_layer_info *")
         _check(lib.weefs_layer_info(self._weefs, layer, info), None, f"layer {layer}")
         return LayerInfo(*(getattr(info, field.name) for field in attrs.fields(LayerInfo)))
 
-    def add_plan(self, name: str, layers: Sequence[LayerSlot]) -> tuple[PlanSlot, PlanInfo]:
-        """Merges the layers, base first, into directory `name` of the mount."""
+    def add_plan(
+        self, name: str, layers: Sequence[LayerSlot], *, place: Place | None = None
+    ) -> tuple[PlanSlot, PlanInfo]:
+        """Merges the layers, base first, into directory `name` of the mount. `place` as for add_layer()."""
         error = ffi.new("struct weefs_error *")
-        slot = ffi.new("uint32_t *")
+        at = place or self.reserve_plan()
         info = ffi.new("struct weefs_plan_info *")
-        _check(
-            lib.weefs_add_plan(self._weefs, name.encode(), list(layers), len(layers), slot, info, error),
-            error,
-            f"plan {name}",
-        )
-        return PlanSlot(slot[0]), PlanInfo(info.entries, info.content_size, info.merged_dirs, info.plan_specific)
+        slots = list(layers)
+        added = lib.weefs_add_plan(self._weefs, [attrs.astuple(at)], name.encode(), slots, len(slots), info, error)
+        if added < 0 and place is None:
+            self.release_plan(at)
+        _check(added, error, f"plan {name}")
+        return PlanSlot(at.slot), PlanInfo(info.entries, info.content_size, info.merged_dirs, info.plan_specific)
 
     def remove_plan(self, plan: PlanSlot) -> None:
         _check(lib.weefs_remove_plan(self._weefs, plan), None, f"plan {plan}")
+
+    def forget_name(self, name: str) -> None:
+        """Makes the kernel drop what it holds below this directory, of a plan that an earlier process removed."""
+        lib.weefs_forget_name(self._weefs, name.encode())
 
     def set_root(self, plan: PlanSlot) -> None:
         """Shows this plan as the mount's root itself, instead of a directory for each plan."""
         _check(lib.weefs_set_root(self._weefs, plan), None, f"plan {plan}")
 
     def serve(self, descriptors: Sequence[int]) -> None:
-        """Starts a FUSE thread on each descriptor of mount(); they are duplicated."""
+        """Starts a FUSE thread on each descriptor of mount(); they are duplicated. Once, and in the same order in each
+        process. What an earlier one left unanswered is taken over: its layers and plans must be there.
+        """
         _check(lib.weefs_serve(self._weefs, list(descriptors), len(descriptors)), None, "serve")
 
     @property
     def ended(self) -> bool:
         """Whether the mount is gone and every FUSE thread has ended."""
         return bool(lib.weefs_ended(self._weefs))
+
+    @property
+    def ended_fd(self) -> int:
+        """Readable when the mount is gone. The core owns it."""
+        return int(lib.weefs_ended_fd(self._weefs))
 
     @property
     def miss_fd(self) -> int:
@@ -204,11 +293,16 @@ class Core:
         return [_miss(self._misses[i]) for i in range(n)]
 
     def take_faults(self) -> list[CoreFault]:
+        """Up to MAX_TAKEN new ones, by number; their readers wait until answer_faults()."""
         n = lib.weefs_take_faults(self._weefs, self._faults, MAX_TAKEN)
         return [
-            CoreFault(LayerSlot(f.layer), ChunkIndex(f.chunk), f.pid, f.error)
+            CoreFault(f.number, LayerSlot(f.layer), ChunkIndex(f.chunk), f.pid, f.error)
             for f in (self._faults[i] for i in range(n))
         ]
+
+    def answer_faults(self, through: int) -> None:
+        """The readers of the faults up to this number, which were taken and reported, get their EIO."""
+        lib.weefs_answer_faults(self._weefs, through)
 
     def claim(self, layer: LayerSlot, chunk: ChunkIndex) -> Miss | None:
         """Takes a chunk to fetch ahead of its readers; None when it is present or somebody fetches it already."""
@@ -228,7 +322,7 @@ class Core:
         )
 
     def fail(self, layer: LayerSlot, chunk: ChunkIndex, error: int) -> None:
-        """Gives a chunk up: its readers get EIO. `error`: an errno, kept in the faults."""
+        """Gives a chunk up: its readers become faults. `error`: an errno, kept in them."""
         _check(lib.weefs_fail(self._weefs, layer, chunk, error), None, f"chunk {chunk}")
 
     def statistics(self) -> dict[str, int]:
@@ -244,6 +338,7 @@ class Core:
             "reads_failed",
             "reads_interrupted",
             "chunks_published",
+            "chunks_unwritten",
             "chunks_rejected",
             "pending",
             "in_flight",
