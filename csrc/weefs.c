@@ -278,7 +278,6 @@ int weefs_close_layer(struct weefs *w, uint32_t slot)
 		return r;
 	wait_for_readers(w);
 	layer_free(layer);
-	weefs_release(w, WEEFS_LAYER, slot);
 	return 0;
 }
 

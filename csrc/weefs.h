@@ -119,7 +119,8 @@ void weefs_release(struct weefs *w, enum weefs_kind kind, uint32_t slot);
 int weefs_add_layer(struct weefs *w, const struct weefs_place *place, int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id,
 		    struct weefs_error *ret_error);
 
-/* Closes a layer: -EBUSY while a plan has it, a reader waits for it, or the kernel holds a node of it. */
+/* Closes a layer: -EBUSY while a plan has it, a reader waits for it, or the kernel holds a node of it. Its slot stays reserved until
+ * weefs_release(), so that the caller can drop what it knows by that slot. */
 int weefs_close_layer(struct weefs *w, uint32_t slot);
 
 /* The layers that could be closed now. weefs_miss_fd() becomes readable when there is a new one. */

@@ -1,5 +1,5 @@
-"""`python -m weefs`: the data-plane process, started by the node daemon with a socket pair's end and descriptors of
-/dev/fuse.
+"""`python -m weefs`: the data-plane process, started by the node daemon with the descriptors that both keep: a listening socket, the
+memory of requests in flight, and those of /dev/fuse.
 """
 
 from __future__ import annotations
@@ -8,53 +8,61 @@ import argparse
 import asyncio
 import os
 import signal
-import socket
-import sys
 from pathlib import Path
 
-from registry import load_credentials
+from registry import RegistryError, load_credentials
+from weefs.core import CoreError
 from weefs.errors import WeefsError
 from weefs.fetch import FetchPolicy
+from weefs.log import say, say_traceback
 from weefs.service import serve
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="weefs", description="The data plane of a node; started by envlet.")
-    parser.add_argument("--control", type=int, required=True, metavar="FD", help="our end of the socket pair")
-    parser.add_argument(
-        "--fuse", type=int, required=True, action="append", metavar="FD", help="descriptor of /dev/fuse; repeatable"
-    )
+    parser.add_argument("--listen", type=int, required=True, metavar="FD", help="a listening Unix socket")
+    parser.add_argument("--session", type=int, required=True, metavar="FD", help="memory of core.create_session()")
+    in_order = "descriptor of /dev/fuse; repeatable, always in the same order"
+    parser.add_argument("--fuse", type=int, required=True, action="append", metavar="FD", help=in_order)
+    begun_anew = "what a successor must know; begun anew for a new session"
+    parser.add_argument("--journal", type=Path, required=True, metavar="FILE", help=begun_anew)
     parser.add_argument("--cache", type=Path, required=True, metavar="DIR", help="the node cache")
+    parser.add_argument("--auth-file", type=Path, action="append", default=[], metavar="FILE", help="credentials of registries")
     parser.add_argument(
-        "--auth-file", type=Path, action="append", default=[], metavar="FILE", help="credentials of registries"
+        "--deadline", type=float, default=FetchPolicy().deadline_s, metavar="S", help="seconds until a chunk is given up"
     )
-    parser.add_argument(
-        "--deadline",
-        type=float,
-        default=FetchPolicy().deadline_s,
-        metavar="S",
-        help="seconds until a chunk is given up",
-    )
-    arguments = parser.parse_args()
-    # ^C on a terminal and a service manager's SIGTERM reach the daemon too: it ends its environments first, then us, by
-    # closing its end.
+    parser.add_argument("--no-resend", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    # ^C on a terminal and a service manager's SIGTERM reach the daemon too: it ends its environments first, then us.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    control = socket.socket(fileno=arguments.control)
-    credentials = load_credentials(arguments.auth_file) if arguments.auth_file else None
+    # Not asyncio.run(): it would cancel what is unfinished in the end, and thereby fail readers that a successor can answer.
+    loop = asyncio.new_event_loop()
     try:
-        asyncio.run(
+        credentials = load_credentials(arguments.auth_file) if arguments.auth_file else None
+        loop.run_until_complete(
             serve(
-                control,
+                arguments.listen,
+                arguments.session,
                 arguments.fuse,
                 arguments.cache,
+                arguments.journal,
                 policy=FetchPolicy(deadline_s=arguments.deadline),
                 credentials=credentials,
+                resend=not arguments.no_resend,
             )
         )
-    except WeefsError as error:
-        sys.exit(f"weefs: {error}")
-    # The FUSE threads end with the mount, which is the daemon's: they are not waited for.
+    except (WeefsError, RegistryError, CoreError, OSError) as error:
+        say(str(error))
+        os._exit(1)
+    except BaseException:
+        say_traceback()
+        os._exit(1)
+    # The FUSE threads may still run: they are not waited for.
     os._exit(0)
 
 

@@ -18,6 +18,7 @@ import hashlib
 import os
 import shutil
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -61,6 +62,14 @@ def boot_id() -> bytes:
     return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
 
 
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def directory_name(digest: str) -> str:
     algorithm, _, value = digest.partition(":")
     if algorithm != "sha256" or len(value) != 64 or value.strip("0123456789abcdef"):
@@ -76,17 +85,16 @@ class CacheDirectory:
         self._lock_fd = lock_fd
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """Creates the directory if it is missing. CacheError: another process serves from it."""
+    def open(cls, path: Path, *, wait_s: float = 0.0) -> Self:
+        """Creates the directory if it is missing. CacheError: another process serves from it, after `wait_s` still."""
         (path / "layers").mkdir(parents=True, exist_ok=True)
         lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock_fd)
-            raise CacheError(
-                f"{path}: another process serves from this cache; stop it or use another directory"
-            ) from None
+        deadline = time.monotonic() + wait_s
+        while not _lock(lock_fd):
+            if time.monotonic() >= deadline:
+                os.close(lock_fd)
+                raise CacheError(f"{path}: another process serves from this cache; stop it or use another directory")
+            time.sleep(0.005)
         cache = cls(path, lock_fd)
         cache._remove_unfinished()
         return cache

@@ -224,7 +224,9 @@ class Core:
         return LayerSlot(at.slot)
 
     def close_layer(self, layer: LayerSlot) -> bool:
-        """Whether it is closed: not while a plan has it, a reader waits for it, or the kernel holds a node of it."""
+        """Whether it is closed: not while a plan has it, a reader waits for it, or the kernel holds a node of it. Its place
+        stays reserved until release_layer().
+        """
         closed = lib.weefs_close_layer(self._weefs, layer)
         if closed == -errno.EBUSY:
             return False

@@ -8,9 +8,11 @@ Used in two places: by `weefs.service` for a node, and by `weenv mount` for one 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -20,10 +22,12 @@ import zstandard
 from layerformat import FormatError, decode_footer, restore_toc
 from registry import Credentials, RangeReader, open_ranges
 from weefs.cachedir import CacheDirectory, LayerRecord, boot_id
-from weefs.core import Core, CoreError, LayerSlot, PlanInfo, PlanSlot, check_toc
+from weefs.core import Core, CoreError, LayerSlot, Place, PlanInfo, PlanSlot, check_toc
 from weefs.core import CoreFault as CoreFault
 from weefs.errors import LayerRefused, WeefsError
 from weefs.fetch import Fetcher, FetchPolicy, LayerSource, LayerTraffic, in_thread, read_patiently
+from weefs.journal import Journal, LayerAdded, LayerClosed, PlanAdded, PlanRemoved
+from weefs.log import say
 from weefs.protocol import FaultEvent, Layer, Plan
 
 FOOTER_SIZE = 80
@@ -40,11 +44,58 @@ class _TocPlace:
     digest: str
 
 
-@attrs.define
+@attrs.define(eq=False)
 class _Served:
+    """A layer that the core has. `users`: plans that have it or are about to."""
+
     layer: Layer
-    slot: LayerSlot
+    place: Place
     traffic: LayerTraffic
+    users: int = 0
+    closing: bool = False
+
+    @property
+    def slot(self) -> LayerSlot:
+        return LayerSlot(self.place.slot)
+
+
+@attrs.frozen
+class _ServedPlan:
+    place: Place
+    info: PlanInfo
+    layers: list[_Served]
+
+
+@attrs.define
+class _Reader:
+    reader: RangeReader
+    users: int = 0
+
+
+class _LateRanges:
+    """A layer's source that is opened when something is fetched from it: who takes over must serve first."""
+
+    def __init__(self, source: str, credentials: Credentials | None) -> None:
+        self._source = source
+        self._credentials = credentials
+        self._opened: RangeReader | None = None
+        self._lock = asyncio.Lock()
+
+    async def _reader(self) -> RangeReader:
+        async with self._lock:
+            if self._opened is None:
+                self._opened = await open_ranges(self._source, credentials=self._credentials)
+            return self._opened
+
+    async def read(self, digest: str, offset: int, size: int) -> bytes:
+        return await (await self._reader()).read(digest, offset, size)
+
+    async def size(self, digest: str) -> int:
+        return await (await self._reader()).size(digest)
+
+    async def close(self) -> None:
+        if self._opened is not None:
+            await self._opened.close()
 
 
 def plan_id(layers: Sequence[Layer]) -> str:
@@ -55,7 +106,10 @@ def plan_id(layers: Sequence[Layer]) -> str:
 class DataPlane:
     """Everything behind one mount.
 
-    `run_fetcher` must be running for reads to be answered; methods are called on its event loop.
+    `run_fetcher` must be running for reads to be answered and for unused layers to be closed; methods are called on its event loop.
+
+    Layers are counted by their plans. One without a plan stays until the kernel holds no file of it and no reader waits: an open file
+    is read on. When it is wanted again before, it is taken back.
     """
 
     def __init__(
@@ -66,25 +120,31 @@ class DataPlane:
         policy: FetchPolicy | None = None,
         credentials: Credentials | None = None,
         on_fault: Callable[[FaultEvent], None] | None = None,
+        journal: Journal | None = None,
     ) -> None:
+        """`on_fault` is called while the reader still waits: it gets its error afterwards."""
         self._core = core
         self._cache = cache
         self._credentials = credentials
         self._on_fault = on_fault
         self._policy = policy or FetchPolicy()
-        self._fetcher = Fetcher(core, self._policy, self._report)
-        self._readers: dict[str, RangeReader] = {}
+        self._journal = journal or Journal()
+        self._fetcher = Fetcher(core, self._policy, self._report, self._close_idle)
+        self._readers: dict[str, _Reader] = {}
         self._layers: dict[str, _Served] = {}
         self._by_slot: dict[LayerSlot, _Served] = {}
-        self._plans: dict[str, tuple[PlanSlot, PlanInfo]] = {}
+        self._plans: dict[str, _ServedPlan] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def run_fetcher(self) -> None:
         await self._fetcher.run()
 
     async def close(self) -> None:
-        for reader in self._readers.values():
-            await reader.close()
+        if self._closing:
+            await asyncio.wait(self._closing)
+        for opened in self._readers.values():
+            await opened.reader.close()
         self._readers.clear()
 
     def _lock(self, name: str) -> asyncio.Lock:
@@ -103,54 +163,189 @@ class DataPlane:
         name = plan_id(layers)
         async with self._lock(f"plan {name}"):
             if name not in self._plans:
-                slots = await self._add_layers(layers)
-                self._plans[name] = await in_thread(self._core.add_plan, name, slots)
-        _slot, info = self._plans[name]
-        return Plan(plan_id=name, entries=info.entries, content_bytes=info.content_size)
+                taken = await self._take_layers(layers)
+                try:
+                    self._plans[name] = await self._add_plan(name, taken)
+                except BaseException:
+                    self._give_back(taken)
+                    raise
+            return self._shown(name)
+
+    async def _add_plan(self, name: str, layers: list[_Served]) -> _ServedPlan:
+        place = self._core.reserve_plan()
+        slots = [served.slot for served in layers]
+        line = PlanAdded(slot=place.slot, generation=place.generation, plan_id=name, layers=[*slots])
+        try:
+            self._journal.append(line)
+            _slot, info = await in_thread(self._core.add_plan, name, slots, place=place)
+        except BaseException:
+            with contextlib.suppress(CoreError):  # when it was cancelled, it is there
+                self._core.remove_plan(PlanSlot(place.slot))
+            self._core.release_plan(place)
+            self._say_removed(name, place)
+            raise
+        return _ServedPlan(place, info, layers)
+
+    def _say_removed(self, name: str, place: Place) -> None:
+        """Of a plan that nobody saw: without its line, a successor would show it, which costs and harms nothing."""
+        with contextlib.suppress(OSError):
+            self._journal.append(PlanRemoved(slot=place.slot, generation=place.generation, plan_id=name))
+            self._journal.told(name)
 
     async def remove_plan(self, name: str) -> None:
-        """Nothing may use its directory any more. Unknown names are an error."""
+        """Its directory is gone; what is still open of it is stale, or an open file, which is read on. Unknown names are an error."""
         async with self._lock(f"plan {name}"):
-            found = self._plans.pop(name, None)
+            found = self._plans.get(name)
             if found is None:
                 raise WeefsError(f"plan {name}: not served here")
-            await in_thread(self._core.remove_plan, found[0])
+            place = found.place
+            self._journal.append(PlanRemoved(slot=place.slot, generation=place.generation, plan_id=name))
+            del self._plans[name]
+            try:
+                await in_thread(self._core.remove_plan, PlanSlot(place.slot))
+                self._journal.told(name)
+            finally:
+                self._give_back(found.layers)
+
+    def _shown(self, name: str) -> Plan:
+        info = self._plans[name].info
+        return Plan(plan_id=name, entries=info.entries, content_bytes=info.content_size)
+
+    def plans(self) -> list[Plan]:
+        """What is served now."""
+        return [self._shown(name) for name in self._plans]
 
     def show_as_root(self, name: str) -> None:
         """The plan becomes the mount's root directory itself; before serving begins."""
-        self._core.set_root(self._plans[name][0])
+        self._core.set_root(PlanSlot(self._plans[name].place.slot))
+
+    # ---- taking over ----
+
+    async def restore(self) -> None:
+        """Everything that the journal says, in its place; before serving begins.
+
+        Errors: as add_plan(), for a layer that is not in the cache any more and cannot be had.
+        """
+        state = self._journal.state
+        async with asyncio.TaskGroup() as tasks:
+            for line in state.layers.values():
+                tasks.create_task(self._restore_layer(line))
+        for plan in state.plans.values():
+            layers = [self._by_slot[LayerSlot(slot)] for slot in plan.layers]
+            for served in layers:
+                served.users += 1
+            slots = [served.slot for served in layers]
+            _slot, info = await in_thread(self._core.add_plan, plan.plan_id, slots, place=plan.place)
+            self._plans[plan.plan_id] = _ServedPlan(plan.place, info, layers)
+
+    async def _restore_layer(self, line: LayerAdded) -> None:
+        reader = self._readers.setdefault(line.layer.source, _Reader(_LateRanges(line.layer.source, self._credentials)))
+        reader.users += 1
+        source = LayerSource(reader.reader, line.layer.digest, LayerTraffic())
+        self._served(await self._open_layer(line.layer, source, line.place))
+
+    async def finish_removals(self) -> None:
+        """Of plans that the process before removed: the kernel may not have been told. After serving has begun."""
+        for name in [*self._journal.state.leaving]:
+            await in_thread(self._core.forget_name, name)
+            self._journal.told(name)
 
     # ---- layers ----
 
-    async def _add_layers(self, layers: Sequence[Layer]) -> list[LayerSlot]:
-        async with asyncio.TaskGroup() as tasks:
-            added = [tasks.create_task(self._add_layer(layer)) for layer in dict.fromkeys(layers)]
-        slots = {task.result().layer.digest: task.result().slot for task in added}
-        return [slots[layer.digest] for layer in layers]
+    async def _take_layers(self, layers: Sequence[Layer]) -> list[_Served]:
+        """One for each, counted as used. All or none."""
+        taken: dict[str, _Served] = {}
 
-    async def _add_layer(self, layer: Layer) -> _Served:
-        async with self._lock(f"layer {layer.digest}"):
-            served = self._layers.get(layer.digest)
-            if served is None:
-                served = await self._serve_layer(layer)
-                self._layers[layer.digest] = self._by_slot[served.slot] = served
-            return served
+        async def take(layer: Layer) -> None:
+            async with self._lock(f"layer {layer.digest}"):
+                served = self._layers.get(layer.digest) or self._served(await self._serve_layer(layer))
+                served.users += 1
+                taken[layer.digest] = served
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for layer in {layer.digest: layer for layer in layers}.values():
+                    tasks.create_task(take(layer))
+        except BaseException:
+            self._give_back(taken.values())
+            raise
+        # Each is counted once for the plan, however often it is in it.
+        return [taken[layer.digest] for layer in layers]
+
+    def _give_back(self, layers: Iterable[_Served]) -> None:
+        for served in dict.fromkeys(layers):
+            served.users -= 1
+        self._close_idle()
+
+    def _served(self, served: _Served) -> _Served:
+        self._layers[served.layer.digest] = self._by_slot[served.slot] = served
+        return served
 
     async def _serve_layer(self, layer: Layer) -> _Served:
-        source = LayerSource(await self._reader(layer.source), layer.digest, LayerTraffic())
+        reader = await self._reader(layer.source)
+        try:
+            source = LayerSource(reader, layer.digest, LayerTraffic())
+            place = self._core.reserve_layer()
+            try:
+                served = await self._open_layer(layer, source, place)
+                self._journal.append(LayerAdded(slot=place.slot, generation=place.generation, layer=layer))
+            except BaseException:
+                self._forget_layer(place)
+                raise
+        except BaseException:
+            await self._release_reader(layer.source)
+            raise
+        return served
+
+    def _forget_layer(self, place: Place) -> None:
+        """Undoes as much of _open_layer() as was done."""
+        slot = LayerSlot(place.slot)
+        with contextlib.suppress(CoreError, KeyError):
+            self._fetcher.remove_source(slot)
+        with contextlib.suppress(CoreError):
+            self._core.close_layer(slot)
+        self._core.release_layer(place)
+
+    async def _open_layer(self, layer: Layer, source: LayerSource, place: Place) -> _Served:
         record = await asyncio.to_thread(self._cache.find, layer.digest)
         if record is None:
             record = await self._fetch_toc(layer, source)
         fds = self._cache.open_files(layer.digest)
         try:
-            slot = await in_thread(self._core.add_layer, fds[0], record.toc_size_bytes, fds[1], fds[2], boot_id())
+            await in_thread(self._core.add_layer, fds[0], record.toc_size_bytes, fds[1], fds[2], boot_id(), place=place)
         except CoreError as error:
             raise LayerRefused(f"layer {layer.digest}: {error.strerror}") from error
         finally:
             for fd in fds:
                 os.close(fd)
-        self._fetcher.add_source(slot, source)
-        return _Served(layer, slot, source.traffic)
+        self._fetcher.add_source(LayerSlot(place.slot), source)
+        return _Served(layer, place, source.traffic)
+
+    def _close_idle(self) -> None:
+        """Begins to close what no plan, reader and open file keeps."""
+        for slot in self._core.idle_layers():
+            served = self._by_slot.get(slot)
+            if served is not None and served.users == 0 and not served.closing:
+                served.closing = True
+                task = asyncio.create_task(self._close_layer(served))
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+
+    async def _close_layer(self, served: _Served) -> None:
+        async with self._lock(f"layer {served.layer.digest}"):
+            try:
+                if served.users or not await in_thread(self._core.close_layer, served.slot):
+                    return
+            finally:
+                served.closing = False
+            del self._layers[served.layer.digest], self._by_slot[served.slot]
+            self._fetcher.remove_source(served.slot)
+            try:
+                self._journal.append(LayerClosed(slot=served.place.slot, generation=served.place.generation))
+            except OSError as error:
+                say(f"journal: {error}")  # a successor closes it once more
+            self._core.release_layer(served.place)
+            await self._release_reader(served.layer.source)
 
     async def _fetch_toc(self, layer: Layer, source: LayerSource) -> LayerRecord:
         deadline = asyncio.get_running_loop().time() + self._policy.deadline_s
@@ -196,10 +391,19 @@ class DataPlane:
         return _TocPlace(footer.toc_offset, footer.toc_stored_size, footer.toc_raw_size, digest)
 
     async def _reader(self, source: str) -> RangeReader:
+        """Counted: to be given back with _release_reader()."""
         async with self._lock(f"source {source}"):
             if source not in self._readers:
-                self._readers[source] = await open_ranges(source, credentials=self._credentials)
-            return self._readers[source]
+                self._readers[source] = _Reader(await open_ranges(source, credentials=self._credentials))
+            self._readers[source].users += 1
+            return self._readers[source].reader
+
+    async def _release_reader(self, source: str) -> None:
+        opened = self._readers[source]
+        opened.users -= 1
+        if opened.users == 0:
+            del self._readers[source]
+            await opened.reader.close()
 
     # ---- reporting ----
 
@@ -207,9 +411,16 @@ class DataPlane:
         if self._on_fault is None:
             return
         for fault in faults:
-            digest = self._by_slot[fault.layer].layer.digest
-            reason = self._fetcher.reason(fault)
-            self._on_fault(FaultEvent(pid=fault.pid, layer=digest, chunk=fault.chunk, error=reason))
+            self._on_fault(
+                FaultEvent(
+                    number=fault.number,
+                    pid=fault.pid,
+                    cgroup=_cgroup_of(fault.pid),
+                    layer=self._by_slot[fault.layer].layer.digest,
+                    chunk=fault.chunk,
+                    error=self._fetcher.reason(fault),
+                )
+            )
 
     def statistics(self) -> dict[str, Any]:
         """Counters since the start, bytes and requests.
@@ -227,6 +438,14 @@ class DataPlane:
                 "entries": info.dirents,
             }
         return {"fuse": self._core.statistics(), "plans": len(self._plans), "layers": layers}
+
+
+def _cgroup_of(pid: int) -> str:
+    """/proc/PID/cgroup; empty for the kernel itself and for a process that is gone."""
+    try:
+        return Path(f"/proc/{pid}/cgroup").read_text() if pid else ""
+    except OSError:
+        return ""
 
 
 def _open_toc(digest: str, stored: bytes, place: _TocPlace) -> bytes:

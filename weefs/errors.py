@@ -11,3 +11,7 @@ class LayerRefused(WeefsError):
 
 class CacheError(WeefsError):
     """The cache directory cannot be used."""
+
+
+class JournalError(WeefsError):
+    """The journal of a mount that is to be taken over is missing or damaged."""

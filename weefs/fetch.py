@@ -16,8 +16,6 @@ import asyncio
 import errno
 import os
 import random
-import sys
-import traceback
 from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
@@ -26,6 +24,7 @@ import attrs
 from registry import RangeReader, RegistryError, Unreachable
 from weefs.coalesce import Range, coalesce
 from weefs.core import ChunkIndex, Core, CoreError, CoreFault, DamagedError, LayerSlot, Miss
+from weefs.log import say, say_traceback
 from weefs.readahead import ReadAhead
 
 P = ParamSpec("P")
@@ -117,10 +116,14 @@ class Fetcher:
     Owner: whoever runs `run`; it ends by cancellation, and then gives up what it had taken.
     """
 
-    def __init__(self, core: Core, policy: FetchPolicy, on_faults: Callable[[list[CoreFault]], None]) -> None:
+    def __init__(
+        self, core: Core, policy: FetchPolicy, on_faults: Callable[[list[CoreFault]], None], on_idle: Callable[[], None]
+    ) -> None:
+        """`on_faults` reports them: then their readers are answered. `on_idle`: a layer may have become idle."""
         self._core = core
         self._policy = policy
         self._on_faults = on_faults
+        self._on_idle = on_idle
         self._sources: dict[LayerSlot, LayerSource] = {}
         self._slots = asyncio.Semaphore(policy.requests_at_once)
         self._ahead = ReadAhead(max_window=policy.read_ahead_chunks)
@@ -134,9 +137,17 @@ class Fetcher:
         info = self._core.layer_info(layer)
         self._chunk_sizes[layer], self._chunks[layer] = info.chunk_size, info.chunks
 
+    def remove_source(self, layer: LayerSlot) -> None:
+        """Of a layer that is closed: nothing is fetched for it any more."""
+        del self._sources[layer], self._chunk_sizes[layer], self._chunks[layer]
+        self._ahead.forget(layer)
+        for known in [known for known in self._reasons if known[0] == layer]:
+            del self._reasons[known]
+
     def reason(self, fault: CoreFault) -> str:
         """Why a chunk was given up, for people."""
-        return self._reasons.get((fault.layer, fault.chunk), os.strerror(fault.error))
+        unreadable = f"chunk {fault.chunk} is in the cache and cannot be read from it: {os.strerror(fault.error)}"
+        return self._reasons.get((fault.layer, fault.chunk), unreadable)
 
     async def run(self) -> None:
         """Takes misses until cancelled."""
@@ -154,10 +165,17 @@ class Fetcher:
                         # What is read ahead travels apart: nobody waits for more bytes than it asked for.
                         for wanted in [*coalesce(misses), *coalesce(self._claim_ahead(misses))]:
                             tasks.create_task(self._fetch_or_fail(wanted))
-                    if faults := self._core.take_faults():
-                        self._on_faults(faults)
+                    self._report_faults()
+                    self._on_idle()
         finally:
             loop.remove_reader(fd)
+            self._report_faults()  # of what was given up in the end
+
+    def _report_faults(self) -> None:
+        """First said, then answered: meanwhile the reader is a process that can be looked at."""
+        while faults := self._core.take_faults():
+            self._on_faults(faults)
+            self._core.answer_faults(faults[-1].number)
 
     def _claim_ahead(self, misses: Iterable[Miss]) -> list[Miss]:
         """Chunks that sequential readers will want next; none while requests wait for a place."""
@@ -180,7 +198,7 @@ class Fetcher:
         except RegistryError as error:
             self._give_up(wanted.layer, unsettled.values(), errno.EIO, str(error))
         except Exception as error:  # a bug of ours costs these chunks, not the node
-            traceback.print_exc()
+            say_traceback()
             self._give_up(wanted.layer, unsettled.values(), errno.EIO, f"{type(error).__name__}: {error}")
         except asyncio.CancelledError:
             self._give_up(wanted.layer, unsettled.values(), errno.EIO, "the data plane is stopping")
@@ -226,6 +244,7 @@ class Fetcher:
                 del unsettled[miss.chunk]
             else:
                 del unsettled[miss.chunk]
+                self._reasons.pop((miss.layer, miss.chunk), None)
         return damaged
 
     def _give_up(self, layer: LayerSlot, misses: Iterable[Miss], error: int, reason: str) -> None:
@@ -236,7 +255,7 @@ class Fetcher:
             if len(self._reasons) > 1024:
                 del self._reasons[next(iter(self._reasons))]
             self._core.fail(layer, miss.chunk, error)
-            print(f"weefs: gave up chunk {miss.chunk} of {source.digest}: {reason}", file=sys.stderr, flush=True)
+            say(f"gave up chunk {miss.chunk} of {source.digest}: {reason}")
 
 
 def _drain(fd: int) -> None:

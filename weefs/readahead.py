@@ -29,6 +29,11 @@ class ReadAhead:
     max_runs: int = 1024
     _runs: OrderedDict[tuple[LayerSlot, ChunkIndex], tuple[int, int]] = attrs.field(factory=OrderedDict, init=False)
 
+    def forget(self, layer: LayerSlot) -> None:
+        """Its slot will be another layer's."""
+        for run in [run for run in self._runs if run[0] == layer]:
+            del self._runs[run]
+
     def observe(self, miss: Miss, chunk_size: int) -> range:
         """The chunks to claim behind this miss of a layer with that chunk size; empty for the first of a run."""
         length, window = self._runs.pop((miss.layer, miss.chunk), (0, 0))
