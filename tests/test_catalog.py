@@ -17,8 +17,8 @@ import pytest
 from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
+from node_process import Node, make_base, run_node
 from registry_fixture import run_registry
-from test_end_to_end import Node, make_base, run_node
 from test_group_check import git
 from weenv_cli import ERROR, INTEGRITY, NOT_FOUND, OK, USAGE, Ran, isolated_weenv
 

@@ -22,9 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layer_model import described
 from merge_corners import converted, directory, file, link, opaque, whiteout
+from node_process import WEENV, Node, make_base, run_node
 from registry_fixture import run_registry
 from strategies import write_pax
-from test_end_to_end import WEENV, Node, make_base, run_node
 from test_group_check import git
 from weenv_cli import ERROR, NOT_FOUND, OK, USAGE, Ran, isolated_weenv
 
