@@ -152,6 +152,10 @@ class Client:
         """The node."""
         return self.call("node.info", types.InfoRequest(), types.NodeInfo)
 
+    def restart(self, drain_s: float = 30.0, force: bool = False) -> types.RestartResult:
+        """Has the daemon start anew; the connection closes behind the answer. Raises EnvletError(BUSY)."""
+        return self.call("node.restart", types.RestartRequest(drain_s=drain_s, force=force), types.RestartResult)
+
     # One request
 
     def call(

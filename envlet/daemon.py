@@ -4,10 +4,12 @@
 into a mount namespace of its own. One nursery holds the daemon; every environment is supervised by one task in it;
 every client's request runs in the nursery of its connection, and what it was making goes when it goes.
 
-At its start the daemon removes what an earlier one with the same state directory left: the directory of an
-environment is made before anything else of it and removed after everything else, so its names are the complete list.
-Before it touches any of it, it takes three locks: on the state directory, on the run directory and on the parent of
-the control groups. Each alone names environments that another daemon's clean-up would take for its own leftovers.
+A daemon that is killed leaves its environments running, and the data plane that serves their files. The next one, with the same
+state directory, takes over what has a record (record.py) and whose plan is still served, and removes the rest: what was being made,
+and everything if the data plane is gone too; of that it says `lost`. The directory of an environment is made before anything else of it
+and removed after everything else, so its names are the complete list. Before it touches any of it, it takes three locks: on the state
+directory, on the run directory and on the parent of the control groups. Each alone names environments that another daemon's clean-up
+would take for its own leftovers.
 """
 
 import contextlib
@@ -18,16 +20,17 @@ import os
 import resource
 import secrets
 import signal
+import socket
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import trio
 
-from envlet import cgroups, errors, mounts, overlay, processes, syscalls
+from envlet import cgroups, errors, mounts, overlay, processes, record, syscalls
 from envlet.bundle import OPEN_FILES_MAX
 from envlet.cgroups import Cgroup, CgroupError, Layout
 from envlet.config import NodeConfig
@@ -36,7 +39,8 @@ from envlet.errors import EnvletError
 from envlet.groups import first_error
 from envlet.mounted import MountedPlans
 from envlet.plans import Plans
-from envlet.ports import DataPlane, Fault, Resolver
+from envlet.ports import DataPlane, Resolver
+from envlet.record import EnvironmentRecord
 from envlet.registry_errors import translate
 from envlet.removal import remove_directories
 from envlet.runtime import Runtime, open_null
@@ -57,12 +61,16 @@ from envlet.types import (
     NodeInfo,
     PlanInfo,
     ResolveRequest,
+    RestartRequest,
+    RestartResult,
 )
 
 log = logging.getLogger("envlet")
 
 OnTerminal = Callable[[int], Awaitable[None]]
 _REMOVE_AT_ONCE = 8
+_ENDING = ("deleting", "deleted", "expired")
+"""States of a record whose environment was being removed when its daemon was killed."""
 _FULL_BYTES = 65536
 _FULL_INODES = 16
 """With less than this left, an environment cannot be made."""
@@ -79,8 +87,15 @@ class Daemon:
         self._live: dict[str, Environment] = {}
         self._remembered: OrderedDict[str, EnvironmentInfo] = OrderedDict()
         self._closing = False
+        self._instance = secrets.token_hex(8)
+        self._started_unix_s = time.time()
+        self._working = 0
+        self._idle = trio.Condition()
+        self._restarting = False
+        self.leaving = trio.Event()
+        """Set after the answer to node.restart: the environments are for the next daemon."""
         self._data_plane_ended = False
-        self._counts = Counter[str](created=0, failed_creations=0, removed=0, faults=0, faults_unassigned=0, execs=0)
+        self._counts = Counter[str](created=0, adopted=0, failed_creations=0, removed=0, faults=0, faults_unassigned=0, execs=0)
 
     def _find(self, environment_id: str) -> Environment:
         try:
@@ -102,12 +117,14 @@ class Daemon:
 
     async def create(self, request: CreateRequest, descriptors: Sequence[int]) -> EnvironmentInfo:
         """env.create. Whatever ends it before its end, nothing is left."""
+        async with self._work():
+            return await self._create(request, descriptors)
+
+    async def _create(self, request: CreateRequest, descriptors: Sequence[int]) -> EnvironmentInfo:
         if self._closing:
             raise EnvletError(errors.SHUTTING_DOWN, "the daemon is ending; ask another node")
         if self._data_plane_ended:
-            raise EnvletError(
-                errors.MOUNT_FAILED, "the data-plane process has ended; restart the daemon or ask another node"
-            )
+            raise EnvletError(errors.MOUNT_FAILED, "the data plane is lost; restart the daemon or ask another node")
         if len(self._live) >= self._node.config.environments_max:
             raise EnvletError(
                 errors.CAPACITY,
@@ -129,7 +146,7 @@ class Daemon:
         environment = self._live[environment_id] = Environment(self._node, environment_id, request, plan)
         self._remembered.pop(environment_id, None)
         try:
-            await environment.start(descriptors[0] if descriptors else None)
+            await environment.start(descriptors[0] if descriptors else None, resolve_s)
         except BaseException as error:
             self._counts["failed_creations"] += 1
             full = _no_space(error, self._node.config)  # before the undoing makes room
@@ -139,10 +156,48 @@ class Daemon:
             if isinstance(error, (CgroupError, OSError)):
                 raise EnvletError(errors.RUNTIME_FAILED, f"{environment_id} could not be made: {error}") from error
             raise
-        environment.set_resolve_time(resolve_s)
         self._counts["created"] += 1
         self._nursery.start_soon(self._supervise, environment)
         return environment.info()
+
+    @contextlib.asynccontextmanager
+    async def _work(self) -> AsyncIterator[None]:
+        """A request that a restart waits for, and that must not begin under one."""
+        if self._restarting:
+            raise EnvletError(errors.SHUTTING_DOWN, "the daemon restarts; ask again in a second")
+        self._working += 1
+        try:
+            yield
+        finally:
+            self._working -= 1
+            with trio.CancelScope(shield=True):
+                async with self._idle:
+                    self._idle.notify_all()
+
+    async def restart(self, request: RestartRequest) -> RestartResult:
+        """node.restart: waits until nothing runs that a client waits for."""
+        if self._restarting:
+            raise EnvletError(errors.BUSY, "a restart has been asked for already")
+        self._restarting = True
+        try:
+            with trio.move_on_after(request.drain_s):
+                async with self._idle:
+                    while self._working:
+                        await self._idle.wait()
+            if self._working and not request.force:
+                raise EnvletError(
+                    errors.BUSY,
+                    f"after {request.drain_s:g} s {self._working} requests still run; wait longer (drain_s), or force it, which kills "
+                    "their commands",
+                    {"requests": self._working},
+                )
+        except BaseException:
+            self._restarting = False
+            raise
+        return RestartResult(cut_short=self._working)
+
+    def leave(self) -> None:
+        self.leaving.set()
 
     async def _undo(self, environment: Environment) -> None:
         """Removes what a creation left. What cannot be removed stays listed, as `error`, for env.delete to try again."""
@@ -154,19 +209,35 @@ class Daemon:
             if self._live.get(environment.id) is environment:  # env.delete may have been first
                 del self._live[environment.id]
 
+    async def adopt(self, records: Sequence[EnvironmentRecord]) -> None:
+        """Takes over environments that an earlier daemon left running. One that cannot be is reported as `error`."""
+        for known in records:
+            environment = self._live[known.id] = Environment.recall(self._node, known)
+            try:
+                await environment.adopt()
+            except (CgroupError, OSError) as error:
+                environment.fail("error", f"it could not be taken over from the daemon before: {error}")
+            self._counts["adopted"] += 1
+            self._nursery.start_soon(self._supervise, environment)
+        for plan_id in set(self._data_plane.plans) - self._node.plans.served():
+            await self._data_plane.remove_plan(plan_id)
+
+    def remember(self, past: EnvironmentInfo) -> None:
+        """Keeps the record of one that is gone, the newest `remembered_max`."""
+        self._remembered[past.id] = past
+        while len(self._remembered) > self._node.config.remembered_max:
+            self._remembered.popitem(last=False)
+
     async def _supervise(self, environment: Environment) -> None:
         await environment.supervise()
         if environment.is_removed:
             self._forget(environment)
 
     def _forget(self, environment: Environment) -> None:
-        """Keeps the record of one that is gone, the newest `remembered_max`."""
         if self._live.pop(environment.id, None) is None:
             return
         self._counts["removed"] += 1
-        self._remembered[environment.id] = environment.info()
-        while len(self._remembered) > self._node.config.remembered_max:
-            self._remembered.popitem(last=False)
+        self.remember(environment.info())
 
     async def exec(self, request: ExecRequest, descriptors: Sequence[int], on_terminal: OnTerminal) -> ExecResult:
         """env.exec."""
@@ -175,7 +246,8 @@ class Daemon:
                 errors.DESCRIPTORS, "with tty the terminal is all three streams; hand over no descriptors"
             )
         self._counts["execs"] += 1
-        return await self._find(request.id).exec(request, descriptors, on_terminal)
+        async with self._work():
+            return await self._find(request.id).exec(request, descriptors, on_terminal)
 
     async def get(self, request: GetRequest) -> EnvironmentInfo:
         """env.get."""
@@ -191,14 +263,16 @@ class Daemon:
 
     async def diff(self, request: DiffRequest, descriptors: Sequence[int]) -> DiffResult:
         """env.diff."""
-        return await self._find(request.id).diff(descriptors[0])
+        async with self._work():
+            return await self._find(request.id).diff(descriptors[0])
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """env.delete. Of one that has gone already it is a success."""
         begin_s = time.perf_counter()
         if request.id in self._live or request.id not in self._remembered:
             environment = self._find(request.id)
-            await environment.remove()
+            async with self._work():
+                await environment.remove()
             self._forget(environment)
         return DeleteResult(id=request.id, wall_s=time.perf_counter() - begin_s)
 
@@ -218,6 +292,9 @@ class Daemon:
         }
         return NodeInfo(
             version=_version(),
+            instance=self._instance,
+            pid=os.getpid(),
+            started_unix_s=self._started_unix_s,
             runtime=f"{self._node.runtime.name} {self._node.runtime.version}",
             cgroups=self._node.layout.kind,
             environments=dict(Counter(str(environment.state) for environment in self._live.values())),
@@ -230,24 +307,18 @@ class Daemon:
         """Marks the environment of each reader that got EIO. The end of the faults is the end of the data plane."""
         async for fault in self._data_plane.faults():
             self._counts["faults"] += 1
-            environment = self._live.get(self._environment_of(fault) or "")
+            environment = self._live.get(cgroups.group_member(fault.cgroup, self._node.config.cgroup_parent) or "")
             if environment is None:
                 self._counts["faults_unassigned"] += 1
                 log.error("a read failed, its process %d is in no environment: %s", fault.pid, fault.error)
-                continue
-            environment.fail("faulted", f"chunk {fault.chunk} of layer {fault.layer} could not be read: {fault.error}")
+            else:
+                environment.fail("faulted", f"chunk {fault.chunk} of layer {fault.layer} could not be read: {fault.error}")
+            await self._data_plane.acknowledge(fault)
 
         self._data_plane_ended = True
-        log.error("the data plane ended; environments are lost and no new ones can be made")
+        log.error("the data plane is lost; so are the environments, and no new ones can be made")
         for environment in self._live.values():
             environment.fail("lost", "the data plane ended; the files of the environment cannot be read any more")
-
-    def _environment_of(self, fault: Fault) -> str | None:
-        try:
-            text = Path(f"/proc/{fault.pid}/cgroup").read_text()
-        except OSError:
-            return None
-        return cgroups.group_member(text, self._node.config.cgroup_parent)
 
     async def close(self) -> None:
         """Deletes all environments and stops serving their plans. Raises EnvletError for the first that stays."""
@@ -285,16 +356,18 @@ async def serve(
     data_plane: DataPlane,
     *,
     handle_signals: bool = True,
+    listener: socket.socket | None = None,
     task_status: trio.TaskStatus[Daemon] = trio.TASK_STATUS_IGNORED,
-) -> None:
+) -> socket.socket | None:
     """Serves the node until SIGTERM or SIGINT (`handle_signals`; main thread only) or its cancellation; then nothing
-    is left.
+    is left, and the result is None. After node.restart everything is left, for a daemon that is to start next, and the result is the
+    listening socket, which that one takes as `listener`.
 
     Call `mounts.enter_private_namespace()` before `trio.run`. Raises EnvletError or OSError if the node cannot start,
     and EnvletError(CLEANUP_FAILED) if something could not be removed at the end.
     """
     try:
-        await _serve(config, resolver, data_plane, handle_signals, task_status)
+        return await _serve(config, resolver, data_plane, handle_signals, listener, task_status)
     except BaseExceptionGroup as group:
         error = first_error(group)
         if error is None:
@@ -307,8 +380,9 @@ async def _serve(
     resolver: Resolver,
     data_plane: DataPlane,
     handle_signals: bool,
+    listener: socket.socket | None,
     task_status: trio.TaskStatus[Daemon],
-) -> None:
+) -> socket.socket | None:
     os.umask(0o022)
     syscalls.set_child_subreaper()
     processes.seal_descriptors()
@@ -324,7 +398,9 @@ async def _serve(
         null_fd = open_null()
         stack.callback(os.close, null_fd)
         runtime = await trio.to_thread.run_sync(Runtime.find, config.runtime, config.runtime_dir)
-        await clean_up(config, runtime, layout, null_fd)
+        left = await trio.to_thread.run_sync(find_records, config.uppers_dir)
+        adopted = {known.id: known for known in left if known.mounted.plan_id in data_plane.plans and known.state not in _ENDING}
+        await clean_up(config, runtime, layout, null_fd, keep=adopted)
         await trio.to_thread.run_sync(_require_upper, config)  # after the clean-up, which may make the room for it
         node = Node(
             config=config,
@@ -338,18 +414,28 @@ async def _serve(
         plans = Plans(resolver, config.state_dir / "refs.json", translate)
         async with trio.open_nursery() as nursery:
             daemon = Daemon(node, plans, data_plane, nursery)
-            server = Server(config, daemon)
+            for known in left:
+                if known.id not in adopted:
+                    daemon.remember(past_info(known))
+            server = Server(config, daemon, listener)
             try:
+                await daemon.adopt(list(adopted.values()))
                 nursery.start_soon(daemon.watch_faults)
                 async with trio.open_nursery() as accepting:
                     await accepting.start(server.run)
                     if handle_signals:
                         await accepting.start(_cancel_on_signal, accepting.cancel_scope)
                     task_status.started(daemon)
+                    await daemon.leaving.wait()
+                    accepting.cancel_scope.cancel()
             finally:
-                with trio.CancelScope(shield=True):
-                    await daemon.close()
+                if daemon.leaving.is_set():
+                    data_plane.leave()
+                else:
+                    with trio.CancelScope(shield=True):
+                        await daemon.close()
                 nursery.cancel_scope.cancel()
+    return server.handed_over
 
 
 async def _cancel_on_signal(
@@ -429,14 +515,41 @@ def _is_full(path: Path) -> bool:
     return status.f_bavail * status.f_frsize < _FULL_BYTES or (status.f_files > 0 and status.f_ffree < _FULL_INODES)
 
 
-async def clean_up(config: NodeConfig, runtime: Runtime, layout: Layout, null_fd: int) -> list[str]:
-    """Removes what an earlier daemon left of its environments; their ids. What cannot be removed does not keep the rest.
-    Raises EnvletError(CLEANUP_FAILED), which names what is left.
+def find_records(uppers_dir: Path) -> list[EnvironmentRecord]:
+    """The environments that have a record, in the order of their creation. Blocks. Raises OSError."""
+    found = (record.read(directory) for directory in uppers_dir.iterdir())
+    return sorted((known for known in found if known is not None), key=lambda known: known.created_unix_s)
+
+
+def past_info(known: EnvironmentRecord) -> EnvironmentInfo:
+    """What is said of an environment that could not be taken over: it is `lost`, unless it had ended before."""
+    was_alive = known.state == "ready"
+    return EnvironmentInfo(
+        id=known.id,
+        state="lost" if was_alive else "deleted" if known.state in _ENDING else known.state,
+        cause="the daemon and the data plane ended; the environment was removed at the next start" if was_alive else known.cause,
+        role=known.request.role,
+        groups=[group.reference for group in known.groups],
+        plan_id=known.mounted.plan_id,
+        content_bytes=known.mounted.content_bytes,
+        limits=known.limits,
+        labels=known.request.labels,
+        created_unix_s=known.created_unix_s,
+        expires_unix_s=known.expires_unix_s,
+        timings=known.timings,
+        init=known.init,
+    )
+
+
+async def clean_up(config: NodeConfig, runtime: Runtime, layout: Layout, null_fd: int, keep: Collection[str] = ()) -> list[str]:
+    """Removes what an earlier daemon left of its environments, but not `keep`; their ids. What cannot be removed does not keep the
+    rest. Raises EnvletError(CLEANUP_FAILED), which names what is left.
     """
-    left = sorted({*os.listdir(config.uppers_dir), *os.listdir(config.bundles_dir), *os.listdir(config.runtime_dir)})
+    left = sorted({*os.listdir(config.uppers_dir), *os.listdir(config.bundles_dir), *os.listdir(config.runtime_dir)} - set(keep))
     failures: list[str] = []
     try:
-        mounts.unmount_below(str(config.bundles_dir))
+        await runtime.end_all()
+        mounts.unmount_below(str(config.bundles_dir), keep)
         for socket_file in config.console_dir.iterdir():
             socket_file.unlink()
     except OSError as error:

@@ -1,23 +1,28 @@
-"""The data plane as the daemon sees it: mounts weefs, keeps the descriptors, runs the data-plane process, and talks
-to it.
+"""The data plane as the daemon sees it: one that does not end.
 
-The daemon is the keeper of the FUSE connection: it opens /dev/fuse, mounts, makes the clones and gives duplicates to
-the process that serves, so that the connection outlives that process. It never opens anything on the mount itself:
-closing a file there could wait for a server that is gone.
+The process that serves can die at any moment, by a defect, the OOM killer or an upgrade. The daemon keeps the descriptors
+(keeper.py) and starts a successor on them, which answers what its predecessor left unanswered: a reader notices a pause and nothing
+else. Calls made meanwhile wait and are made again; all of them are idempotent.
 
-When the data plane dies, every call fails with DataPlaneLost, the daemon reports its environments as lost, and the kept
-descriptors are closed: the kernel then ends every read that waits with an error. A successor on the same descriptors,
-which readers would not notice, is not built yet.
+Nor does it end with the daemon: a daemon that finds a running data plane takes it over, with its plans.
+
+What cannot be mended is said: when successors do not come up, die too often, or the mount itself is gone, the data plane is
+`lost`. Then every call fails, the descriptors are closed, so that the kernel ends every read that waits with an error, and the
+daemon reports its environments as lost.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import os
-import socket
+import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,15 +31,23 @@ import attrs
 import msgspec
 import trio
 
-from envlet import errors
+from envlet import errors, keeper, processes
 from envlet.errors import EnvletError
+from envlet.keeper import Kept, Running
+from envlet.mounts import current_mounts
 from envlet.ports import Fault, LayerRef, MountedPlan
 from envlet.registry_errors import KINDS
 from envlet.syscalls import MNT_DETACH, umount
-from weefs import core, protocol
+from weefs import protocol
 
-FAULT_BACKLOG = 1024
-"""Faults kept for a daemon that is busy; further ones are dropped: their environments are marked by the first."""
+log = logging.getLogger("envlet")
+
+FAULT_BACKLOG = 4096
+"""Faults that a busy daemon has not looked at; more than the data plane keeps without an acknowledgement."""
+START_DELAYS_S = (0.0, 0.1, 0.5, 1.0, 2.0)
+"""Before each attempt to start a successor; after the last, the data plane is lost."""
+START_TIMEOUT_S = 60.0
+"""For a successor to serve: it reads the tables of all its layers first."""
 
 
 class DataPlaneError(EnvletError):
@@ -46,96 +59,313 @@ class DataPlaneError(EnvletError):
 
 
 class DataPlaneLost(DataPlaneError):
-    """The data-plane process is gone."""
+    """The data plane is gone for good."""
 
     def __init__(self) -> None:
-        super().__init__("lost", "the data-plane process has ended; its environments are lost")
+        super().__init__("lost", "the data plane is lost, and its environments with it; the log of the daemon says why")
+
+
+class _Ended(Exception):
+    """The process at the other end of a connection is gone."""
 
 
 @attrs.frozen
 class DataPlaneConfig:
-    """`mount_path` is in the daemon's mount namespace. Times in seconds."""
+    """`mount_path` and `run_dir` are in the daemon's mount namespace. Times in seconds."""
 
     mount_path: Path
     cache_path: Path
+    run_dir: Path
     threads: int = 4
     chunk_deadline_s: float = 30.0
     auth_files: tuple[Path, ...] = ()
+    images: bool = False
+    """Whether plans shall come with the images of the kernel view."""
+    deaths_max_per_minute: int = 120
+    """A data plane that dies more often is given up: something in what it is asked kills it."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of `python -m weefs`, for tests."""
+
+    @property
+    def socket_path(self) -> Path:
+        return self.run_dir / "weefs.sock"
+
+    @property
+    def journal_path(self) -> Path:
+        return self.run_dir / "weefs.journal"
 
 
-class WeefsDataPlane:
-    """Implements `ports.DataPlane` on a weefs process. Made by `open_data_plane`."""
+class _Connection:
+    """The conversation with one process."""
 
-    def __init__(self, config: DataPlaneConfig, stream: trio.SocketStream, fuse_fds: list[int]) -> None:
-        self._config = config
-        self._fuse_fds = fuse_fds
-        self._stream = stream
+    def __init__(self, stream: trio.SocketStream, received: bytes = b"") -> None:
+        self.stream = stream
+        self._received = received
         self._ids = itertools.count(1)
         self._waiting: dict[int, tuple[trio.Event, list[protocol.Answer]]] = {}
         self._send_lock = trio.Lock()
-        self._fault_sender, self._fault_receiver = trio.open_memory_channel[Fault](FAULT_BACKLOG)
-        self.ready = trio.Event()
-        self.lost = trio.Event()
+        self.has_ended = False
 
-    async def receive(self) -> None:
-        """Runs until the process is gone."""
-        pending = b""
+    async def messages(self) -> AsyncIterator[protocol.FaultEvent]:
+        """Hands answers to those who wait for them and yields the rest, until the process is gone."""
+        pending = self._received
         try:
-            while data := await self._stream.receive_some(1 << 16):
-                *lines, pending = (pending + data).split(b"\n")
+            while True:
+                *lines, pending = pending.split(b"\n")
                 for line in lines:
-                    self._dispatch(protocol.decode_message(line))
-        except trio.BrokenResourceError:
-            pass
+                    match protocol.decode_message(line):
+                        case protocol.Answer() as answer:
+                            if answer.id in self._waiting:
+                                event, answers = self._waiting[answer.id]
+                                answers.append(answer)
+                                event.set()
+                        case fault:
+                            yield fault
+                data = await self.stream.receive_some(1 << 16)
+                if not data:
+                    return
+                pending += data
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            return
         finally:
-            self.lost.set()
-            self.close_descriptors()
+            self.has_ended = True
             for event, _ in self._waiting.values():
                 event.set()
-            self._fault_sender.close()
 
-    def close_descriptors(self) -> None:
-        """Gives up being the connection's keeper: without a serving process, it ends."""
-        while self._fuse_fds:
-            os.close(self._fuse_fds.pop())
-
-    def _dispatch(self, message: protocol.Message) -> None:
-        match message:
-            case protocol.Answer(id=number):
-                if number in self._waiting:
-                    event, answers = self._waiting[number]
-                    answers.append(message)
-                    event.set()
-            case protocol.FaultEvent(pid=pid, layer=layer, chunk=chunk, error=error):
-                try:
-                    self._fault_sender.send_nowait(Fault(pid=pid, layer=layer, chunk=chunk, error=error))
-                except trio.WouldBlock:
-                    print(f"envlet: fault dropped, {FAULT_BACKLOG} wait: {layer} chunk {chunk}", file=sys.stderr)
-            case protocol.Ready():
-                self.ready.set()
-
-    async def _call(self, request: protocol.Request) -> Any:
-        if self.lost.is_set():
-            raise DataPlaneLost
+    async def call(self, request: protocol.Request) -> Any:
+        """The result. Raises DataPlaneError, and _Ended if the process went away first."""
+        if self.has_ended:
+            raise _Ended
         event, answers = self._waiting[request.id] = trio.Event(), []
         try:
-            async with self._send_lock:
-                await self._stream.send_all(protocol.encode(request) + b"\n")
+            await self.send(request)
             await event.wait()
-        except trio.BrokenResourceError:
-            raise DataPlaneLost from None
         finally:
             del self._waiting[request.id]
         if not answers:
-            raise DataPlaneLost
+            raise _Ended
         if error := answers[0].error:
             raise DataPlaneError(error.kind, error.message)
         return answers[0].result
 
+    async def send(self, request: protocol.Request) -> None:
+        try:
+            async with self._send_lock:
+                await self.stream.send_all(protocol.encode(request) + b"\n")
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            raise _Ended from None
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+
+@attrs.frozen
+class _Process:
+    """The process that serves: our child, or another daemon's."""
+
+    pid: int
+    pidfd: int
+
+    async def end(self) -> None:
+        """Kills it, if it still lives, and waits until it is gone. The descriptor is closed."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        await processes.wait_exit(self.pidfd)
+        processes.reap(self.pidfd)
+        os.close(self.pidfd)
+
+
+class WeefsDataPlane:
+    """Implements `ports.DataPlane` on weefs processes, one after the other. Made by `open_data_plane`."""
+
+    def __init__(self, config: DataPlaneConfig, kept: Kept) -> None:
+        self._config = config
+        self._kept: Kept | None = kept
+        self._connection: _Connection | None = None
+        self._changed = trio.Event()
+        self._process: _Process | None = None
+        self._closing = False
+        self._deaths: deque[float] = deque()
+        self._successors = 0
+        self._last_fault = 0
+        self._longest_gap_s = 0.0
+        self._fault_sender, self._fault_receiver = trio.open_memory_channel[Fault](FAULT_BACKLOG)
+        self.plans: Collection[str] = ()
+        self.adopted = False
+        self.lost = trio.Event()
+
+    # ---- the life of the process ----
+
+    async def run(self, running: Running | None, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keeps a process serving until `close`, or until it is lost. Starts with `running`, or with a new one."""
+        try:
+            if running is not None:
+                connection = _Connection(trio.SocketStream(trio.socket.from_stdlib_socket(running.connection)), running.received)
+                self._process = _Process(running.welcome.pid, os.pidfd_open(running.welcome.pid))
+            else:
+                connection = await self._start()
+            while True:
+                self._publish(connection)
+                task_status.started()
+                task_status = trio.TASK_STATUS_IGNORED
+                await self._converse(connection)
+                if self._closing:
+                    return
+                self._publish(None)
+                gap_begin_s = time.monotonic()
+                self._note_death()
+                connection = await self._succeed()
+                self._successors += 1
+                gap_s = time.monotonic() - gap_begin_s
+                self._longest_gap_s = max(self._longest_gap_s, gap_s)
+                log.warning("the data plane has a successor after %.2f s: process %d", gap_s, self._process.pid if self._process else 0)
+        except DataPlaneError as error:
+            if self._closing:
+                return
+            if not self._connected_once:
+                raise
+            log.error("the data plane is lost: %s", error.message)
+        finally:
+            self._publish(None)
+            if not self._closing:
+                self._give_up()
+
+    @property
+    def _connected_once(self) -> bool:
+        return self._successors > 0 or bool(self._deaths)
+
+    def _publish(self, connection: _Connection | None) -> None:
+        self._connection = connection
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _give_up(self) -> None:
+        """Without a keeper and a server the kernel ends the connection, and every read that waits with an error."""
+        self.lost.set()
+        self._changed.set()
+        self.close_descriptors()
+        self._fault_sender.close()
+
+    def close_descriptors(self) -> None:
+        """Gives up being the keeper."""
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            kept.close()
+
+    def _note_death(self) -> None:
+        """Raises DataPlaneError when there were too many in a minute."""
+        now = time.monotonic()
+        self._deaths.append(now)
+        while self._deaths[0] < now - 60:
+            self._deaths.popleft()
+        if len(self._deaths) > self._config.deaths_max_per_minute:
+            raise DataPlaneError("lost", f"it died {len(self._deaths)} times within a minute")
+
+    async def _converse(self, connection: _Connection) -> None:
+        """Until the process is gone, or this is closed."""
+        try:
+            async for fault in connection.messages():
+                self._take_fault(fault)
+        finally:
+            with trio.CancelScope(shield=True):
+                connection.stream.socket.close()
+                if self._process is not None and not self._closing:
+                    process, self._process = self._process, None
+                    await process.end()  # one that closed the connection and lives on would serve against its successor
+
+    def _take_fault(self, fault: protocol.FaultEvent) -> None:
+        if fault.number <= self._last_fault:
+            return
+        self._last_fault = fault.number
+        known = Fault(number=fault.number, pid=fault.pid, cgroup=fault.cgroup, layer=fault.layer, chunk=fault.chunk, error=fault.error)
+        try:
+            self._fault_sender.send_nowait(known)
+        except trio.WouldBlock:
+            log.error("a fault is dropped, %d wait: %s chunk %d", FAULT_BACKLOG, fault.layer, fault.chunk)
+
+    async def _succeed(self) -> _Connection:
+        """Starts a successor, patiently. Raises DataPlaneError."""
+        failure = DataPlaneError("lost", "no attempt was made")
+        for delay_s in START_DELAYS_S:
+            await trio.sleep(delay_s)
+            if not any(mount.target == str(self._config.mount_path) and mount.kind == "fuse.weefs" for mount in current_mounts()):
+                raise DataPlaneError("lost", f"nothing is mounted on {self._config.mount_path} any more")
+            try:
+                return await self._start()
+            except DataPlaneError as error:
+                failure = error
+                log.error("a successor of the data plane did not come up: %s", error.message)
+        raise failure
+
+    async def _start(self) -> _Connection:
+        """Starts a process and waits until it serves. Raises DataPlaneError; then it is gone."""
+        assert self._kept is not None
+        child = await trio.lowlevel.open_process(
+            _command(self._config, self._kept), stdin=subprocess.DEVNULL, pass_fds=self._kept.all(), start_new_session=True
+        )
+        process = _Process(child.pid, os.pidfd_open(child.pid))
+        try:
+            connection = await self._say_hello(process)
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await process.end()
+            raise
+        self._process = process
+        return connection
+
+    async def _say_hello(self, process: _Process) -> _Connection:
+        stream = await trio.open_unix_socket(str(self._config.socket_path))
+        connection = _Connection(stream)
+        welcome: list[Any] = []
+        try:
+            with trio.move_on_after(START_TIMEOUT_S):
+                async with trio.open_nursery() as nursery:
+
+                    async def notice_death() -> None:
+                        await processes.wait_exit(process.pidfd)
+                        nursery.cancel_scope.cancel()
+
+                    nursery.start_soon(notice_death)
+                    await stream.send_all(protocol.encode(protocol.Hello(id=0)) + b"\n")
+                    line = b""
+                    while b"\n" not in line and (data := await stream.receive_some(1 << 16)):
+                        line += data
+                    if b"\n" in line:
+                        line, _, rest = line.partition(b"\n")
+                        welcome.append(protocol.decode_message(line))
+                        connection = _Connection(stream, rest)
+                    nursery.cancel_scope.cancel()
+        except (trio.BrokenResourceError, msgspec.DecodeError) as error:
+            raise DataPlaneError("error", f"the data-plane process does not answer: {error}") from error
+        finally:
+            if not welcome:
+                stream.socket.close()
+        if not welcome:
+            status = processes.reap(process.pidfd)
+            how = f"ended with status {status}" if status is not None else f"did not serve within {START_TIMEOUT_S:g} s"
+            raise DataPlaneError("error", f"the data-plane process {how}; its reason is on stderr")
+        return connection
+
+    # ---- what the daemon asks ----
+
+    async def _call(self, request: type[protocol.AddPlan | protocol.RemovePlan | protocol.GetStatistics], **values: Any) -> Any:
+        """Asks, and asks a successor again. Raises DataPlaneError; DataPlaneLost."""
+        while True:
+            connection = await self._current()
+            with contextlib.suppress(_Ended):
+                return await connection.call(request(id=connection.next_id(), **values))
+            await trio.lowlevel.checkpoint()
+
+    async def _current(self) -> _Connection:
+        while self._connection is None or self._connection.has_ended:
+            if self.lost.is_set():
+                raise DataPlaneLost
+            await self._changed.wait()
+        return self._connection
+
     async def add_plan(self, layers: Sequence[LayerRef]) -> MountedPlan:
         wanted = [protocol.Layer(**attrs.asdict(layer)) for layer in layers]
-        result = await self._call(protocol.AddPlan(id=next(self._ids), layers=wanted))
-        plan = msgspec.convert(result, protocol.Plan)
+        plan = msgspec.convert(await self._call(protocol.AddPlan, layers=wanted, images=self._config.images), protocol.Plan)
         return MountedPlan(
             plan_id=plan.plan_id,
             path=self._config.mount_path / plan.plan_id,
@@ -144,84 +374,95 @@ class WeefsDataPlane:
         )
 
     async def remove_plan(self, plan_id: str) -> None:
-        await self._call(protocol.RemovePlan(id=next(self._ids), plan_id=plan_id))
+        await self._call(protocol.RemovePlan, plan_id=plan_id)
 
     async def statistics(self) -> dict[str, Any]:
-        result: dict[str, Any] = await self._call(protocol.GetStatistics(id=next(self._ids)))
-        return result
+        result: dict[str, Any] = await self._call(protocol.GetStatistics)
+        return result | {
+            "process": {
+                "pid": self._process.pid if self._process is not None else None,
+                "successors": self._successors,
+                "longest_gap_s": round(self._longest_gap_s, 3),
+                "adopted": self.adopted,
+            }
+        }
 
     def faults(self) -> trio.MemoryReceiveChannel[Fault]:
         return self._fault_receiver
 
+    async def acknowledge(self, fault: Fault) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(_Ended):  # said again by the successor, and known then
+                await self._connection.send(protocol.AcknowledgeFaults(id=self._connection.next_id(), through=fault.number))
 
-def _command(config: DataPlaneConfig, control: int, fuse_fds: Sequence[int]) -> list[str]:
-    command = [sys.executable, "-m", "weefs", "--control", str(control), "--cache", str(config.cache_path)]
-    command += ["--deadline", str(config.chunk_deadline_s)]
-    for fd in fuse_fds:
+    # ---- the end ----
+
+    async def close(self) -> None:
+        """Unmounts and ends the process: its FUSE threads end with the mount."""
+        self._closing = True
+        unmount(self._config.mount_path)
+        if self._process is not None:
+            if self._connection is not None:
+                with trio.move_on_after(5), contextlib.suppress(_Ended, DataPlaneError):
+                    await self._connection.call(protocol.Shutdown(id=self._connection.next_id()))
+                    await processes.wait_exit(self._process.pidfd)
+            process, self._process = self._process, None
+            await process.end()
+        for path in (self._config.socket_path, self._config.journal_path):
+            path.unlink(missing_ok=True)
+
+    def leave(self) -> None:
+        """Lets the process go on, for the next daemon."""
+        self._closing = True
+        if self._process is not None:
+            os.close(self._process.pidfd)
+            self._process = None
+
+
+def _command(config: DataPlaneConfig, kept: Kept) -> list[str]:
+    command = [sys.executable, "-m", "weefs", "--listen", str(kept.listener), "--session", str(kept.session)]
+    command += ["--journal", str(config.journal_path), "--cache", str(config.cache_path), "--deadline", str(config.chunk_deadline_s)]
+    for fd in kept.fuse:
         command += ["--fuse", str(fd)]
     for path in config.auth_files:
         command += ["--auth-file", str(path)]
-    return command
+    return [*command, *config.arguments]
 
 
 @asynccontextmanager
-async def open_data_plane(config: DataPlaneConfig) -> AsyncIterator[WeefsDataPlane]:
-    """Mounts, starts the process, and waits until it serves; on leaving, unmounts and ends the process. Call it in
-    the daemon's own mount namespace.
+async def open_data_plane(config: DataPlaneConfig, running: Running | None = None, *, renew: bool = False) -> AsyncIterator[WeefsDataPlane]:
+    """Takes `running` over, or mounts and starts a process, and waits until it serves. `renew`: a process that was taken over is
+    replaced, which is how a new version is put in its place. On leaving, unmounts and ends it, unless `leave` was called.
+
+    Call it in the daemon's own mount namespace. Raises DataPlaneError, OSError.
     """
     config.mount_path.mkdir(parents=True, exist_ok=True)
     config.cache_path.mkdir(parents=True, exist_ok=True)
-    fuse_fds = core.mount(config.mount_path, threads=config.threads)
+    kept = running.kept if running is not None else keeper.make(config.mount_path, config.socket_path, config.threads)
+    plane = WeefsDataPlane(config, kept)
+    plane.adopted = running is not None
+    if running is not None:
+        plane.plans = tuple(plan.plan_id for plan in running.welcome.plans)
+        if renew or running.welcome.version != protocol.VERSION:
+            log.info("replacing the data-plane process %d", running.welcome.pid)
+            await _Process(running.welcome.pid, os.pidfd_open(running.welcome.pid)).end()
+            running.connection.close()
+            running = None
     try:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = _command(config, theirs.fileno(), fuse_fds)
-            process = await trio.lowlevel.open_process(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *fuse_fds]
-            )
-        async with trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as stream, trio.open_nursery() as nursery:
-            plane = WeefsDataPlane(config, stream, fuse_fds)
-            nursery.start_soon(plane.receive)
+        async with trio.open_nursery() as nursery:
             try:
-                await _wait_until_ready(plane, process)
+                await nursery.start(plane.run, running)
                 yield plane
             finally:
+                with trio.CancelScope(shield=True):
+                    if not plane._closing:
+                        await plane.close()
                 nursery.cancel_scope.cancel()
-                await _end(process, stream, config.mount_path)
     finally:
-        _unmount(config.mount_path)
-        while fuse_fds:
-            os.close(fuse_fds.pop())
+        plane.close_descriptors()
 
 
-async def _wait_until_ready(plane: WeefsDataPlane, process: trio.Process) -> None:
-    async with trio.open_nursery() as nursery:
-
-        async def fail_when_lost() -> None:
-            await plane.lost.wait()
-            status = await process.wait()
-            raise DataPlaneError(
-                "error", f"the data-plane process ended with status {status} before it served; its reason is on stderr"
-            )
-
-        nursery.start_soon(fail_when_lost)
-        await plane.ready.wait()
-        nursery.cancel_scope.cancel()
-
-
-async def _end(process: trio.Process, stream: trio.SocketStream, mount_path: Path) -> None:
-    """Unmounts first: the process's FUSE threads end with the mount. The end of the stream ends the process."""
-    with trio.CancelScope(shield=True):
-        _unmount(mount_path)
-        await stream.aclose()
-        with trio.move_on_after(5):
-            await process.wait()
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-def _unmount(path: Path) -> None:
+def unmount(path: Path) -> None:
     """Lazily: an environment that could not be removed must not keep the daemon. EINVAL: not mounted."""
     try:
         umount(str(path), MNT_DETACH)

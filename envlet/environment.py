@@ -22,9 +22,10 @@ from functools import partial
 from pathlib import Path
 
 import attrs
+import msgspec
 import trio
 
-from envlet import apply, bundle, diff, errors, overlay, processes, rootfs
+from envlet import apply, bundle, diff, errors, overlay, processes, record, rootfs
 from envlet.cgroups import Cgroup, CgroupError, Layout
 from envlet.config import NodeConfig
 from envlet.errors import EnvletError
@@ -101,6 +102,8 @@ class Environment:
         self._reports = Reports()
         self._marks: tuple[rootfs.Mark, ...] = ()
         self._init_pidfd: int | None = None
+        self._init_pid = 0
+        self._init_start_ticks = 0
         self._activities: dict[trio.CancelScope, bool] = {}
         self._activity_ended = trio.Condition()
         self._ending = trio.Event()
@@ -108,6 +111,7 @@ class Environment:
         self._removal = trio.Lock()
         self._freezing = trio.Lock()
         self._commands = 0
+        self._is_recorded = False
 
     @property
     def _root(self) -> Path:
@@ -149,6 +153,11 @@ class Environment:
         check_transition(self.state, state)
         log.info("environment %s: %s -> %s%s", self.id, self.state, state, f": {cause}" if cause else "")
         self.state, self.cause = state, cause or self.cause
+        if self._is_recorded and state != "deleted":
+            try:
+                self._save()
+            except OSError as error:  # the disk is full: the next daemon would believe the state before
+                log.error("environment %s: its state could not be written: %s", self.id, error)
 
     def fail(self, state: State, cause: str) -> None:
         """It ends in a state of failure, unless it has ended already."""
@@ -195,9 +204,9 @@ class Environment:
 
     # Creation
 
-    async def start(self, tar_fd: int | None) -> None:
-        """From nothing to `ready`. On any error or cancellation the caller calls `remove`. Raises EnvletError,
-        OSError.
+    async def start(self, tar_fd: int | None, resolve_s: float) -> None:
+        """From nothing to `ready`. `resolve_s`: what the plan took before. On any error or cancellation the caller calls `remove`.
+        Raises EnvletError, OSError.
         """
         begin_s = time.perf_counter()
         async with self._activity(needs_processes=True):
@@ -212,26 +221,17 @@ class Environment:
                     await self._run_init(control, release_slot)
                 end_s = time.perf_counter()
             self._timings = Timings(
+                resolve_s=resolve_s,
                 mount_s=plan_s + mount_s,
                 queue_s=queue_s,
                 apply_s=apply_s,
                 runtime_s=cgroup_s + init_begin_s - runtime_begin_s,
                 mutation_s=end_s - init_begin_s,
-                total_s=end_s - begin_s,
+                total_s=resolve_s + end_s - begin_s,
             )
         self._move("ready")
-
-    def set_resolve_time(self, resolve_s: float) -> None:
-        """Adds the time before `start` to the timings."""
-        self._timings = Timings(
-            resolve_s=resolve_s,
-            mount_s=self._timings.mount_s,
-            queue_s=self._timings.queue_s,
-            apply_s=self._timings.apply_s,
-            runtime_s=self._timings.runtime_s,
-            mutation_s=self._timings.mutation_s,
-            total_s=self._timings.total_s + resolve_s,
-        )
+        self._save()
+        self._is_recorded = True
 
     @contextlib.asynccontextmanager
     async def _starting_slot(self) -> AsyncIterator[Callable[[], None]]:
@@ -269,7 +269,9 @@ class Environment:
         except (OSError, ValueError) as error:
             raise EnvletError(errors.MOUNT_FAILED, f"the root of {self.id} could not be mounted: {error}") from error
         host_network = self._request.network == "host"
-        self._marks = rootfs.prepare_root(self._root, self._upper, self._workdir, resolv_conf=host_network)
+        self._marks = rootfs.prepare_root(
+            self._root, self._upper, self._workdir, os.stat(lower).st_mtime_ns, resolv_conf=host_network
+        )
         if self._plan.user:
             self._user = self._find_user(self._plan.user)
         mounted_s = time.perf_counter()
@@ -300,6 +302,7 @@ class Environment:
                 pid = await self._node.runtime.run(self.id, self._bundle, theirs.fileno(), self._node.null_fd)
             try:
                 self._init_pidfd = os.pidfd_open(pid)
+                self._init_pid, self._init_start_ticks = pid, processes.start_ticks(pid)
             except ProcessLookupError:
                 raise EnvletError(errors.RUNTIME_FAILED, f"pid 1 of {self.id} ended at once") from None
         except BaseException:
@@ -349,15 +352,91 @@ class Environment:
         reason = self._reports.failure or "pid 1 ended without saying why"
         return EnvletError(errors.RUNTIME_FAILED, f"{running} could not be run: {reason}")
 
+    # From one daemon to the next
+
+    def _save(self) -> None:
+        """Writes down what the next daemon must know. Raises OSError."""
+        assert self._mounted is not None
+        has_expiry = self._expires_s != float("inf")
+        record.write(
+            self._directory,
+            record.EnvironmentRecord(
+                version=record.VERSION,
+                id=self.id,
+                state=self.state,
+                cause=self.cause,
+                request=msgspec.structs.replace(self._request, init=[]),
+                groups=self._plan.groups,
+                mounted=record.MountedRecord(
+                    plan_id=self._mounted.plan_id,
+                    path=str(self._mounted.path),
+                    content_bytes=self._mounted.content_bytes,
+                    entries=self._mounted.entries,
+                ),
+                limits=self._limits,
+                user=self._user,
+                timings=self._timings,
+                init=self._reports.results,
+                marks=self._marks,
+                init_pid=self._init_pid,
+                init_start_ticks=self._init_start_ticks,
+                created_unix_s=self._created_unix_s,
+                expires_unix_s=time.time() + self._expires_s - trio.current_time() if has_expiry else None,
+            ),
+        )
+
+    @classmethod
+    def recall(cls, node: Node, known: record.EnvironmentRecord) -> "Environment":
+        """The environment that a record is of. Nothing is looked at or done: `adopt` does."""
+        environment = cls(node, known.id, known.request, Plan(known.groups))
+        environment.state, environment.cause = known.state, known.cause
+        environment._mounted = MountedPlan(
+            plan_id=known.mounted.plan_id,
+            path=Path(known.mounted.path),
+            content_bytes=known.mounted.content_bytes,
+            entries=known.mounted.entries,
+        )
+        environment._limits, environment._user, environment._timings = known.limits, known.user, known.timings
+        environment._reports = Reports(results=list(known.init), ready=True)
+        environment._marks = known.marks
+        environment._init_pid, environment._init_start_ticks = known.init_pid, known.init_start_ticks
+        environment._created_unix_s = known.created_unix_s
+        if known.expires_unix_s is not None:
+            environment._expires_s = trio.current_time() + known.expires_unix_s - time.time()
+        environment._is_recorded = True
+        return environment
+
+    async def adopt(self) -> None:
+        """Takes over what another daemon left running, on a data plane that still serves its plan. Commands that ran for clients of
+        that daemon ended with it; a diff that it was taking left the processes frozen. Raises CgroupError, OSError.
+        """
+        assert self._mounted is not None
+        self._node.plans.adopt(self._plan.layers, self._mounted)
+        for leftover in self._bundle.glob("exec-*"):
+            leftover.unlink()
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(self._init_pid)
+            if processes.start_ticks(self._init_pid) == self._init_start_ticks:
+                self._init_pidfd = pidfd
+            else:
+                os.close(pidfd)
+        if self.cgroup.exists():
+            await self.cgroup.freeze(False)
+        if self.state in FAILURES:
+            self._ending.set()
+        elif self._init_pidfd is None:
+            self._judge_init_end()
+
     # Life
 
     async def supervise(self) -> None:
         """Watches a ready environment until nothing of it is left, or it failed and waits for its deletion."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch_init)
-            nursery.start_soon(self._watch_expiry)
-            await self._ending.wait()
-            nursery.cancel_scope.cancel()
+        if not self._ending.is_set():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch_init)
+                nursery.start_soon(self._watch_expiry)
+                await self._ending.wait()
+                nursery.cancel_scope.cancel()
         if self.state in ("deleting", "deleted"):
             return
         with trio.CancelScope(shield=True):
@@ -389,7 +468,10 @@ class Environment:
     async def _watch_init(self) -> None:
         assert self._init_pidfd is not None
         await processes.wait_exit(self._init_pidfd)
-        if self.cgroup.oom_kills():
+        self._judge_init_end()
+
+    def _judge_init_end(self) -> None:
+        if self.cgroup.exists() and self.cgroup.oom_kills():
             self.fail("oom", f"pid 1 was killed: {self._limits.memory_bytes} bytes of memory were not enough")
         else:
             self.fail("killed", "pid 1 ended: something killed it, from inside or outside")

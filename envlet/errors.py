@@ -53,6 +53,7 @@ DESCRIPTORS = ErrorCode(1017, "descriptors", False, "The descriptors that came w
 TIMEOUT = ErrorCode(1018, "timeout", False, "The init commands took longer than `init_timeout_s`.")
 PERMISSION = ErrorCode(1019, "permission", False, "The caller may not use the socket.")
 NETWORK_REFUSED = ErrorCode(1020, "network_refused", False, "The node does not let environments use its network.")
+BUSY = ErrorCode(1021, "busy", True, "Requests still run that the daemon would have to cut short; wait, or force it.")
 
 ALL_CODES: tuple[ErrorCode, ...] = tuple(value for value in list(globals().values()) if isinstance(value, ErrorCode))
 BY_NUMBER: dict[int, ErrorCode] = {code.number: code for code in ALL_CODES}

@@ -55,6 +55,16 @@ class MountedPlans:
                 self._entries.pop(key, None)
             raise
 
+    def adopt(self, layers: Sequence[LayerRef], plan: MountedPlan) -> None:
+        """One more user of a plan that the data plane serves already."""
+        entry = self._entries.setdefault(tuple(layer.digest for layer in layers), _Entry())
+        entry.users += 1
+        entry.plan = plan
+
+    def served(self) -> frozenset[str]:
+        """The ids of the plans that are known here."""
+        return frozenset(entry.plan.plan_id for entry in self._entries.values() if entry.plan is not None)
+
     async def release(self, layers: Sequence[LayerRef]) -> None:
         """One user less."""
         entry = self._entries[tuple(layer.digest for layer in layers)]

@@ -9,6 +9,7 @@ the machine's own tmpfs.
 
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import attrs
@@ -85,9 +86,22 @@ def enter_private_namespace() -> None:
         syscalls.mount(HIDDEN_CGROUP2, unified, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755")
 
 
-def unmount_below(directory: str) -> list[str]:
-    """Unmounts everything below `directory`, the deepest first; the targets. Raises OSError."""
-    targets = [mount.target for mount in current_mounts() if mount.target.startswith(directory.rstrip("/") + "/")]
+def join_namespace(pid: int) -> None:
+    """Moves this process into the mount namespace of another, as `enter_private_namespace` made it. Call it before there are
+    threads. Raises OSError; ProcessLookupError if the process is gone.
+    """
+    pidfd = os.pidfd_open(pid)
+    try:
+        syscalls.setns(pidfd, syscalls.CLONE_NEWNS)
+    finally:
+        os.close(pidfd)
+
+
+def unmount_below(directory: str, keep: Collection[str] = ()) -> list[str]:
+    """Unmounts everything below `directory` but what is in or below its entries `keep`, the deepest first; the targets. Raises OSError."""
+    top = directory.rstrip("/") + "/"
+    below = [mount.target for mount in current_mounts() if mount.target.startswith(top)]
+    targets = [target for target in below if target.removeprefix(top).partition("/")[0] not in keep]
     for target in reversed(targets):
         syscalls.umount(target, syscalls.MNT_DETACH)
     return targets

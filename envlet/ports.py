@@ -5,7 +5,7 @@ Neither implementation is imported by the daemon: `serve` receives them. So the 
 unpacked directory, and the data plane without a daemon.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,8 +65,11 @@ class MountedPlan:
 class Fault:
     """A read that ended with EIO, because its chunk could not be had."""
 
+    number: int
     pid: int
     """Of the reader, in the daemon's pid namespace."""
+    cgroup: str
+    """The text of the reader's /proc/PID/cgroup, read while it still waited; empty if it had none."""
     layer: str
     chunk: int
     error: str
@@ -83,6 +86,11 @@ class Resolver(Protocol):
 class DataPlane(Protocol):
     """The one FUSE mount of the node, seen from the control plane."""
 
+    @property
+    def plans(self) -> Collection[str]:
+        """The plans that it served before this daemon started: those of a data plane that was taken over."""
+        ...
+
     async def add_plan(self, layers: Sequence[LayerRef]) -> MountedPlan:
         """Serves the layers (base first) as one tree. Idempotent; cheap for a plan that is known."""
         ...
@@ -96,5 +104,13 @@ class DataPlane(Protocol):
         ...
 
     def faults(self) -> trio.MemoryReceiveChannel[Fault]:
-        """Every fault from now on."""
+        """Every fault that no daemon has acknowledged. Its end is the loss of the data plane."""
+        ...
+
+    def leave(self) -> None:
+        """Serves on without this daemon, for the next one."""
+        ...
+
+    async def acknowledge(self, fault: Fault) -> None:
+        """This fault and all before it have had their consequence; they are not said again."""
         ...

@@ -8,6 +8,7 @@ know are reaped, never any child: others may have theirs here.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -67,6 +68,16 @@ async def wait_exit(pidfd: int) -> None:
         await trio.lowlevel.wait_readable(own)
     finally:
         os.close(own)
+
+
+def start_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since the boot: with the pid, its identity. Raises ProcessLookupError."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            line = file.read()
+    except FileNotFoundError:
+        raise ProcessLookupError(errno.ESRCH, f"there is no process {pid}") from None
+    return int(line.rpartition(b")")[2].split()[19])  # behind the name, which may hold anything
 
 
 def reap(pidfd: int) -> int | None:

@@ -3,7 +3,8 @@
 A plan may lack /proc, /sys, /dev, /etc/hosts or the working directory. The runtime would make them, and `env.diff`
 could then not tell them from the environment's own changes. So they are made here, through the mounted overlay and as
 a process inside would see the paths (no symlink leads out), and remembered by inode and change time in the upper
-directory: what still has both was not touched since.
+directory: what still has both was not touched since. They have a time of the plan and not of now, so that two environments
+of one plan are equal.
 """
 
 import errno
@@ -37,9 +38,9 @@ def mark(upper: Path, path: bytes) -> Mark:
     return Mark(path, status.st_ino, status.st_ctime_ns)
 
 
-def prepare_root(root: Path, upper: Path, workdir: str, *, resolv_conf: bool = False) -> tuple[Mark, ...]:
-    """Adds what is missing in the mounted `root`; what was added. `resolv_conf`: also a file for the node's to be mounted on. Blocks.
-    Raises OSError or EnvletError.
+def prepare_root(root: Path, upper: Path, workdir: str, mtime_ns: int, *, resolv_conf: bool = False) -> tuple[Mark, ...]:
+    """Adds what is missing in the mounted `root`, with this modification time; what was added. `resolv_conf`: also a file for the node's
+    to be mounted on. Blocks. Raises OSError or EnvletError.
     """
     root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -51,6 +52,8 @@ def prepare_root(root: Path, upper: Path, workdir: str, *, resolv_conf: bool = F
         _make_hosts(root_fd, made)
         if resolv_conf:
             _make_resolv_conf(root_fd, made)
+        for path in reversed(made):
+            os.utime(path, ns=(mtime_ns, mtime_ns), dir_fd=root_fd, follow_symlinks=False)
         if made:
             os.utime(root_fd, ns=(before.st_atime_ns, before.st_mtime_ns))
     finally:

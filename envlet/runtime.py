@@ -5,10 +5,12 @@ runtime process waiting beside each command. How a command ended comes over a so
 not through the runtime. The runtime's messages go to a log file, because its stderr is that of the command.
 """
 
+import contextlib
 import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,6 +84,25 @@ class Runtime:
         if (self.state_dir / container_id).exists():
             raise self._failure(command, status, log)
 
+    async def end_all(self) -> None:
+        """Kills the runtime's own processes that an earlier daemon started and did not live to wait for: one that is still making an
+        environment would finish it after the clean-up. Raises OSError.
+        """
+        ours = [b"--root", os.fsencode(self.state_dir)]
+        for entry in os.listdir("/proc"):
+            if not entry.isdigit():
+                continue
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                arguments = _arguments_of(entry)
+                if arguments[1:3] != ours or os.path.basename(arguments[0]) != os.fsencode(Path(self.program).name):
+                    continue
+                pidfd = os.pidfd_open(int(entry))
+                try:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                    await processes.wait_exit(pidfd)
+                finally:
+                    os.close(pidfd)
+
     async def _start(self, command: list[str], descriptors: Mapping[int, int], log: Path, pid_file: Path) -> int:
         status = await processes.run(command, descriptors)
         if status != 0:
@@ -100,6 +121,10 @@ class Runtime:
             )
         message = message or "it left no message"
         return EnvletError(errors.RUNTIME_FAILED, f"{self.name} {verb} failed with {how}: {message}")
+
+
+def _arguments_of(pid: str) -> list[bytes]:
+    return Path("/proc", pid, "cmdline").read_bytes().split(b"\0")
 
 
 def _read_pid(path: Path) -> int:

@@ -53,6 +53,9 @@ class Handlers(Protocol):
     async def delete(self, request: types.DeleteRequest) -> types.DeleteResult: ...
     async def resolve(self, request: types.ResolveRequest) -> types.PlanInfo: ...
     async def info(self, request: types.InfoRequest) -> types.NodeInfo: ...
+    async def restart(self, request: types.RestartRequest) -> types.RestartResult: ...
+    def leave(self) -> None:
+        """The answer to a restart has been sent."""
 
 
 async def dispatch(handlers: Handlers, request: types.Request, descriptors: Sequence[int], on_terminal: OnTerminal) -> types.Result:
@@ -74,6 +77,8 @@ async def dispatch(handlers: Handlers, request: types.Request, descriptors: Sequ
             return await handlers.resolve(request)
         case types.InfoRequest():
             return await handlers.info(request)
+        case types.RestartRequest():
+            return await handlers.restart(request)
         case _:
             raise TypeError(f"{type(request).__name__} belongs to no method")
 
@@ -86,38 +91,56 @@ def may_use(uid: int, groups: Sequence[int], own_uid: int, socket_gid: int) -> b
 class Server:
     """Listens on the socket of the node."""
 
-    def __init__(self, config: NodeConfig, handlers: Handlers) -> None:
+    def __init__(self, config: NodeConfig, handlers: Handlers, listener: socket.socket | None = None) -> None:
+        """`listener`: the socket of the daemon before, which listens already; it is this object's now."""
         self._path = config.socket_path
         self._gid = os.getgid() if config.socket_group is None else config.socket_group
         self._connections = trio.Semaphore(config.connections_max)
         self._requests_max = config.requests_max
         self._handlers = handlers
+        self._given = listener
+        self._accepting = trio.CancelScope()
+        self._hands_over = False
+        self.handed_over: socket.socket | None = None
+        """After `hand_over` and the end of `run`: the socket, still listening, for whoever starts next."""
+
+    def hand_over(self) -> None:
+        """Accepts no more and leaves the socket where it is: clients that connect from now on wait for the next daemon."""
+        self._hands_over = True
+        self._accepting.cancel()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Accepts until cancelled; then the socket is gone. Raises EnvletError(EXISTS) if a daemon listens there
         already.
         """
-        listener = trio.socket.from_stdlib_socket(self._listen())
+        listener = trio.socket.from_stdlib_socket(self._given or self._listen())
         try:
             async with trio.open_nursery() as nursery:
                 task_status.started()
-                while True:
-                    await self._connections.acquire()
-                    try:
-                        peer, _ = await listener.accept()
-                    except OSError as error:
-                        self._connections.release()
-                        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-                            await trio.sleep(0.1)
-                            continue
-                        if error.errno == errno.ECONNABORTED:
-                            continue
-                        raise
-                    nursery.start_soon(self._serve_peer, peer)
+                with self._accepting:
+                    await self._accept(listener, nursery)
         finally:
+            if self._hands_over:
+                self.handed_over = socket.socket(fileno=os.dup(listener.fileno()))
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    self._path.unlink()
             listener.close()
-            with contextlib.suppress(FileNotFoundError):
-                self._path.unlink()
+
+    async def _accept(self, listener: trio.socket.SocketType, nursery: trio.Nursery) -> None:
+        while True:
+            await self._connections.acquire()
+            try:
+                peer, _ = await listener.accept()
+            except OSError as error:
+                self._connections.release()
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                    await trio.sleep(0.1)
+                    continue
+                if error.errno == errno.ECONNABORTED:
+                    continue
+                raise
+            nursery.start_soon(self._serve_peer, peer)
 
     def _listen(self) -> socket.socket:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +177,7 @@ class Server:
     async def _serve_peer(self, peer: trio.socket.SocketType) -> None:
         try:
             with peer:
-                connection = _Connection(peer, self._handlers, self._requests_max)
+                connection = _Connection(peer, self._handlers, self._requests_max, self.hand_over)
                 refusal = self._refusal(peer)
                 if refusal is not None:
                     await connection.send(rpc.encode_error(None, refusal))
@@ -191,7 +214,8 @@ def _name(look_up: Callable[[int], Any], number: int) -> str:
 class _Connection:
     """One client."""
 
-    def __init__(self, peer: trio.socket.SocketType, handlers: Handlers, requests_max: int) -> None:
+    def __init__(self, peer: trio.socket.SocketType, handlers: Handlers, requests_max: int, on_restart: Callable[[], None]) -> None:
+        self._on_restart = on_restart
         self._peer = peer
         self._handlers = handlers
         self._sending = trio.Lock()
@@ -261,6 +285,7 @@ class _Connection:
         return [self._descriptors.popleft() for _ in range(count)]
 
     async def _run(self, request_id: rpc.RequestId, request: types.Request, descriptors: list[int]) -> None:
+        result: types.Result | None = None
         try:
             try:
                 result = await dispatch(self._handlers, request, descriptors, partial(self._send_terminal, request_id))
@@ -274,8 +299,15 @@ class _Connection:
         finally:
             _close_all(descriptors)
             self._requests.release()
-        with contextlib.suppress(ConnectionError):  # gone before its answer: `serve` sees it, too
-            await self.send(answer)
+        restarts = isinstance(result, types.RestartResult)
+        if restarts:  # before the answer: whoever connects after it must reach the next daemon
+            self._on_restart()
+        try:
+            with contextlib.suppress(ConnectionError):  # gone before its answer: `serve` sees it, too
+                await self.send(answer)
+        finally:
+            if restarts:
+                self._handlers.leave()
 
     async def send(self, data: bytes) -> None:
         """Writes one message, whole. Raises OSError."""

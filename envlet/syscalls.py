@@ -55,6 +55,11 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(flags), "unshare")
 
 
+def setns(fd: int, flags: int) -> None:
+    """setns(2)."""
+    _check(_libc.setns(fd, flags), "setns")
+
+
 def set_child_subreaper() -> None:
     """Orphaned descendants become children of this process, which must then reap those that it knows of."""
     _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl PR_SET_CHILD_SUBREAPER")

@@ -209,12 +209,26 @@ class InfoRequest(Request, frozen=True, kw_only=True):
 
 class NodeInfo(Result, frozen=True, kw_only=True):
     version: str
+    instance: Annotated[str, Meta(description="Of this start of the daemon: another one after a restart.")]
+    pid: int
+    started_unix_s: float
     runtime: Annotated[str, Meta(description="Name and version of the OCI runtime.")]
     cgroups: Annotated[str, Meta(description="v1, v2 or hybrid.")]
     environments: Annotated[dict[str, int], Meta(description="How many, by state.")]
     environments_max: int
     starting_max: int
     statistics: Annotated[dict[str, Any], Meta(description="Counters of the daemon; `data_plane` has those of weefs.")]
+
+
+class RestartRequest(Request, frozen=True, kw_only=True):
+    drain_s: Annotated[
+        float, Meta(ge=0, le=86400, description="How long to wait for requests that run; new ones are refused meanwhile.")
+    ] = 30.0
+    force: Annotated[bool, Meta(description="Cut short what still runs then, instead of answering `busy`.")] = False
+
+
+class RestartResult(Result, frozen=True, kw_only=True):
+    cut_short: Annotated[int, Meta(description="Requests that did not end in time.")]
 
 
 @attrs.frozen
@@ -253,5 +267,11 @@ METHODS: dict[str, Method] = {
         ),
         Method("plan.resolve", ResolveRequest, PlanInfo, "References to digests, without making anything."),
         Method("node.info", InfoRequest, NodeInfo, "The node and its figures."),
+        Method(
+            "node.restart", RestartRequest, RestartResult,
+            "Starts the daemon and the data plane anew, from what is installed now, under the environments: they notice a pause in reads "
+            "that must fetch, and nothing else. The daemon keeps its pid and its socket; the connection closes after the answer, and the "
+            "next one is served by the new daemon.",
+        ),
     )
 }  # fmt: skip

@@ -73,6 +73,7 @@ class DirectoryDataPlane:
         self.root = root
         self.plans: dict[str, int] = {}
         self.send_fault, self._faults = trio.open_memory_channel[Fault](16)
+        self.acknowledged: list[Fault] = []
 
     async def add_plan(self, layers: Sequence[LayerRef]) -> MountedPlan:
         await trio.lowlevel.checkpoint()
@@ -90,6 +91,13 @@ class DirectoryDataPlane:
 
     def faults(self) -> "trio.MemoryReceiveChannel[Fault]":
         return self._faults
+
+    async def acknowledge(self, fault: Fault) -> None:
+        await trio.lowlevel.checkpoint()
+        self.acknowledged.append(fault)
+
+    def leave(self) -> None:
+        """Nothing of it would be there for another daemon."""
 
 
 def group(reference: str, role: str | None = "base", **changes: Any) -> ResolvedGroup:

@@ -196,10 +196,3 @@ def test_a_signal_to_the_whole_process_group_ends_it_cleanly(groups: Groups, tmp
         os.killpg(node.process.pid, signal.SIGTERM)
         assert node.process.wait(60) == 0, node.log()
         assert "ERROR" not in node.log()
-
-
-def test_a_second_daemon_on_the_same_state_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    with run_node(tmp_path / "node") as node:
-        message = refusal("node", "serve", "--config", node.directory / "node.toml", status=1)
-        assert "another process serves from this cache" in message
-        assert node("env", "ls", "--format", "json") == "[]"

@@ -185,7 +185,8 @@ def test_a_restart_removes_what_a_killed_daemon_left(root: Path) -> None:
         assert leftovers(config) != []
         with daemon_process(state_dir, run_dir, root) as process, Client(config.socket_path) as client:
             assert leftovers(config) == []
-            assert client.list(all=True) == []
+            assert client.list() == []
+            assert [(past.id, past.state) for past in client.list(all=True)] == [(made.id, "lost")]
             client.create(["base"], id=made.id)
         assert process.returncode == 0
         assert leftovers(config) == []

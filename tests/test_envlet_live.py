@@ -215,6 +215,7 @@ def test_a_diff_makes_an_evaluation_environment_equal(root: Path) -> None:
         before, after = (shell(client, one.id, listing).stdout.decode().splitlines() for one in (first, second))
         assert [line for line in before if line not in after] == []
         assert len(before) == len(after)
+        assert f"./etc/hosts 81a4 0 0 {int(root.stat().st_mtime)} 1" in "\n".join(before)
         shell(client, first.id, "echo x > /tmp/.wh.bad")
         with tempfile.TemporaryFile() as tar:
             assert failure(client.diff, first.id, tar.fileno()).code.name == "diff_failed"
@@ -356,6 +357,10 @@ def test_a_fault_of_the_data_plane_marks_the_environment(root: Path) -> None:
         group = node.daemon._live[made.id].cgroup
         outcome: list[EnvletError] = []
 
+        def fault(number: int, environment: str, error: str) -> Fault:
+            where = f"4:memory:{node.config.cgroup_parent}/{environment}\n"
+            return Fault(number=number, pid=2**22 - 1, cgroup=where, layer="sha256:aa", chunk=7, error=error)
+
         async def sleeper() -> None:
             outcome.append(await node.call(lambda client: failure(client.exec, made.id, ["sleep", "100"])))
 
@@ -363,8 +368,8 @@ def test_a_fault_of_the_data_plane_marks_the_environment(root: Path) -> None:
             nursery.start_soon(sleeper)
             while len(group.processes()) < 3:
                 await trio.lowlevel.checkpoint()
-            await node.data_plane.send_fault.send(Fault(max(group.processes()), "sha256:aa", 7, "digest mismatch"))
-            await node.data_plane.send_fault.send(Fault(2**22 - 1, "sha256:aa", 7, "nobody"))
+            await node.data_plane.send_fault.send(fault(1, made.id, "digest mismatch"))
+            await node.data_plane.send_fault.send(fault(2, "nobody-of-ours", "nobody"))
         assert outcome[0].data == {
             "id": made.id, "state": "faulted", "cause": "chunk 7 of layer sha256:aa could not be read: digest mismatch",
             "name": "ended", "retryable": False,
@@ -373,6 +378,7 @@ def test_a_fault_of_the_data_plane_marks_the_environment(root: Path) -> None:
         assert states == {made.id: "faulted", other.id: "ready"}
         statistics = (await node.call(lambda client: client.info())).statistics
         assert (statistics["faults"], statistics["faults_unassigned"]) == (2, 1)
+        assert [fault.number for fault in node.data_plane.acknowledged] == [1, 2]
 
     with_node(root, test)
 

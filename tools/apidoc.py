@@ -28,11 +28,11 @@ in its field `descriptors` and carries them (SCM_RIGHTS) in the same `sendmsg` a
 stay the client's; the daemon works on duplicates and closes those.
 
 **States.** `creating` → `ready` → `deleting` → `deleted`, or from the first two into a failure, each with a `cause`:
-`faulted` (a read of its files could not be served), `oom` (memory), `lost` (the data plane ended), `killed` (pid
+`faulted` (a read of its files could not be served), `oom` (memory), `lost` (the data plane ended for good), `killed` (pid
 1 ended), `expired` (`ttl_s`), `error`. A failure ends all processes at once; the root stays for `env.diff` until
 `env.delete` or the end of `ttl_s`. `expired` leaves nothing, and of a `lost` environment no diff can be taken: the files of
-its plan cannot be read any more. The environments of a daemon that was killed are not reported by the next one: it removes
-them when it starts.
+its plan cannot be read any more. The environments of a daemon that was killed go on, and the next one takes them over; only what was being
+made is removed. If the data plane was killed too, the next daemon removes them and reports them as `lost`.
 
 ```
 → {{"jsonrpc":"2.0","id":1,"method":"env.create","params":{{"groups":["oci:/srv/layers:base"],"init":["git apply /fault"]}}}}

@@ -1,10 +1,13 @@
-"""`weenv node …`: serve (also `envlet`), info."""
+"""`weenv node …`: serve (also `envlet`), restart, info."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+import socket
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,19 @@ def register(commands: Any) -> None:
 
     serve = sub.add_parser("serve", help="run the daemon in the foreground; `envlet` is the same")
     serve.add_argument("--config", type=Path, metavar="FILE", help="TOML; its keys: docs/node.md")
+    serve.add_argument("--successor", type=int, metavar="FD", help=argparse.SUPPRESS)
     serve.set_defaults(run=run_serve)
+
+    restart = sub.add_parser(
+        "restart", help="start daemon and data plane anew, from what is installed now; environments and their commands go on"
+    )
+    add_socket(restart)
+    restart.add_argument(
+        "--drain", type=float, default=30.0, metavar="S", help="how long to wait for requests that run; new ones are refused meanwhile"
+    )
+    restart.add_argument("--force", action="store_true", help="cut short what still runs then: commands of exec are killed")
+    output.add_format(restart)
+    restart.set_defaults(run=run_restart)
 
     info = sub.add_parser("info", help="the running daemon in numbers")
     add_socket(info)
@@ -36,7 +51,7 @@ def add_socket(parser: argparse.ArgumentParser) -> None:
 def run_serve(arguments: argparse.Namespace) -> int:
     import trio
 
-    from envlet import mounts
+    from envlet import keeper, mounts
     from envlet.config import NodeConfig
     from envlet.dataplane import DataPlaneConfig
 
@@ -61,26 +76,69 @@ def run_serve(arguments: argparse.Namespace) -> int:
     data_plane = DataPlaneConfig(
         mount_path=config.run_dir / "layers",
         cache_path=chosen.cache_path.absolute(),
+        run_dir=config.run_dir,
         threads=chosen.fuse_threads,
         chunk_deadline_s=chosen.chunk_deadline_s,
         auth_files=settings.auth_files(),
     )
-    mounts.enter_private_namespace()
-    trio.run(_serve, config, data_plane)
+    keeper.claim(config.run_dir)
+    running = keeper.find_running(data_plane.socket_path)
+    if running is None:
+        mounts.enter_private_namespace()
+    else:
+        mounts.join_namespace(running.welcome.pid)
+    listener = None if arguments.successor is None else socket.socket(fileno=arguments.successor)
+    handed_over = trio.run(_serve, config, data_plane, running, listener)
+    if handed_over is not None:
+        _become_successor(handed_over)
     return exits.OK
 
 
-async def _serve(config: Any, data_plane_config: Any) -> None:
-
+async def _serve(config: Any, data_plane_config: Any, running: Any, listener: socket.socket | None) -> socket.socket | None:
+    """What is handed to the daemon that is to start next, if any."""
     from envlet.daemon import serve
     from envlet.dataplane import DataPlaneLost, open_data_plane
     from envlet.resolver import RegistryResolver
 
-    async with open_data_plane(data_plane_config) as plane:
-        await serve(config, RegistryResolver(settings.credentials()), plane)
+    async with open_data_plane(data_plane_config, running, renew=listener is not None) as plane:
+        handed_over = await serve(config, RegistryResolver(settings.credentials()), plane, listener=listener)
         lost = plane.lost.is_set()
     if lost:
         raise DataPlaneLost
+    return handed_over
+
+
+def _become_successor(listener: socket.socket) -> None:
+    """Starts the program that is installed now in this process: pid, descriptors of the log and children stay. Does not return."""
+    command = list(sys.orig_argv)
+    if "--successor" in command:
+        at = command.index("--successor")
+        del command[at : at + 2]
+    listener.set_inheritable(True)
+    os.execv(sys.executable, [sys.executable, *command[1:], "--successor", str(listener.fileno())])
+
+
+def run_restart(arguments: argparse.Namespace) -> int:
+    from envlet.client import Client, as_json
+
+    path = settings.socket_path(arguments.socket)
+    with Client(path) as client:
+        before = client.info()
+        begin_s = time.monotonic()
+        result = client.restart(arguments.drain, arguments.force)
+        away_s = time.monotonic()
+    with Client(path) as client:  # waits in the socket's queue until the new daemon takes it
+        after = client.info()
+    end_s = time.monotonic()
+    if after.instance == before.instance:
+        raise exits.CommandError("the daemon that answers is the one from before: it did not restart; its log says why")
+    if arguments.format == "json":
+        output.print_json(as_json(result) | {"drain_s": away_s - begin_s, "away_s": end_s - away_s, "info": as_json(after)})
+        return exits.OK
+    adopted = after.statistics["adopted"]
+    cut = f", {result.cut_short} requests cut short" if result.cut_short else ""
+    print(f"restarted: version {after.version}, {adopted} environments taken over, away for {end_s - away_s:.2f} s{cut}")
+    return exits.OK
 
 
 def run_info(arguments: argparse.Namespace) -> int:

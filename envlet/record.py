@@ -1,0 +1,74 @@
+"""What must be known of an environment to take it over from a daemon that was killed: one file in its own directory.
+
+Why a file each and not one database: the record then lives exactly as long as the directory, which is made before anything else of an
+environment and removed after everything else, so no two of them can disagree. It is replaced by rename and not synced: it must
+survive the daemon, not the machine, after whose crash nothing is left to take over.
+
+The init commands are not in it. They often hold the fault that a harness has to find, and they have run.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from envlet.ports import ResolvedGroup
+from envlet.rootfs import Mark
+from envlet.types import CreateRequest, InitResult, Limits, State, Timings
+from envlet.users import User
+
+FILE_NAME = "record.json"
+VERSION = 1
+
+
+class MountedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`ports.MountedPlan`. Sizes in bytes."""
+
+    plan_id: str
+    path: str
+    content_bytes: int
+    entries: int
+
+
+class EnvironmentRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """An environment that has been `ready`. Times in seconds, `_unix_s` since the epoch."""
+
+    version: int
+    id: str
+    state: State
+    cause: str | None
+    request: CreateRequest
+    """Without its init commands."""
+    groups: tuple[ResolvedGroup, ...]
+    mounted: MountedRecord
+    limits: Limits
+    user: User
+    timings: Timings
+    init: list[InitResult]
+    marks: tuple[Mark, ...]
+    init_pid: int
+    init_start_ticks: int
+    """Since the boot: with the pid, the identity of a process."""
+    created_unix_s: float
+    expires_unix_s: float | None
+
+
+_decoder = msgspec.json.Decoder(EnvironmentRecord)
+
+
+def write(directory: Path, record: EnvironmentRecord) -> None:
+    """Replaces the record in the environment's directory, whole or not at all. Blocks for one small file. Raises OSError."""
+    fresh = directory / f"{FILE_NAME}.new"
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb") as file:
+        file.write(msgspec.json.encode(record))
+    fresh.replace(directory / FILE_NAME)
+
+
+def read(directory: Path) -> EnvironmentRecord | None:
+    """The record, or None where there is none that this version can read. Raises OSError."""
+    try:
+        record = _decoder.decode((directory / FILE_NAME).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+        return None
+    return record if record.version == VERSION else None
