@@ -20,6 +20,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "objects.h"
 #include "read.h"
 #include "util.h"
 
@@ -118,10 +119,10 @@ static void fill_attr(const struct object *object, struct fuse_attr *ret)
 	};
 }
 
-/* The mount's root: a directory of plans, mode 0555. */
-static void fill_root_attr(struct weefs *w, struct fuse_attr *ret)
+/* The mount's own directories: of plans, and of objects. Mode 0555. */
+static void fill_own_attr(struct weefs *w, uint64_t node, struct fuse_attr *ret)
 {
-	*ret = (struct fuse_attr){.ino = NODE_ROOT, .size = 4096, .mode = S_IFDIR | 0555, .nlink = 2, .blksize = 4096};
+	*ret = (struct fuse_attr){.ino = node, .size = 4096, .mode = S_IFDIR | 0555, .nlink = 2, .blksize = 4096};
 	ret->mtime = ret->ctime = ret->atime = atomic_load(&w->changed_s);
 	ret->mtimensec = ret->ctimensec = ret->atimensec = (uint32_t)atomic_load(&w->changed_ns);
 }
@@ -139,7 +140,7 @@ static void do_getattr(const struct request *request)
 	int r = super_object(request->w, request->header->nodeid, &object);
 
 	if (r == -EISDIR) {
-		fill_root_attr(request->w, &out.attr);
+		fill_own_attr(request->w, request->header->nodeid, &out.attr);
 	} else if (r) {
 		answer_error(request, r);
 		return;
@@ -166,6 +167,35 @@ static void lookup_plan(const struct request *request, const char *name, size_t 
 	answer_entry(request, &out);
 }
 
+/* A name in one of the mount's own directories. What is not there may come: its absence is not remembered. */
+static void lookup_own(const struct request *request, const char *name, size_t length)
+{
+	uint64_t directory = request->header->nodeid, node = node_objects(0);
+	struct fuse_entry_out out;
+	struct object object;
+	int r = 0;
+
+	if (objects_is_directory(directory)) {
+		r = objects_lookup(request->w, directory, name, length, &node);
+	} else if (length != strlen(OBJECTS_NAME) || memcmp(name, OBJECTS_NAME, length) != 0) {
+		lookup_plan(request, name, length);
+		return;
+	}
+	if (r == 0)
+		r = super_object(request->w, node, &object);
+	if (r == 0) {
+		fill_entry(&object, &out);
+	} else if (r == -EISDIR) { /* until fuse_forget_layer() */
+		out = (struct fuse_entry_out){.nodeid = node, .generation = objects_generation(request->w, node), .entry_valid = FOREVER_S,
+					      .attr_valid = FOREVER_S};
+		fill_own_attr(request->w, node, &out.attr);
+	} else {
+		answer_error(request, r);
+		return;
+	}
+	answer_entry(request, &out);
+}
+
 static void do_lookup(const struct request *request)
 {
 	const char *name = request->argument;
@@ -182,7 +212,7 @@ static void do_lookup(const struct request *request)
 	length = strlen(name);
 	r = super_object(request->w, request->header->nodeid, &directory);
 	if (r == -EISDIR) {
-		lookup_plan(request, name, length);
+		lookup_own(request, name, length);
 		return;
 	}
 	if (r == 0)
@@ -267,6 +297,19 @@ static int list_plan(struct weefs *w, uint64_t index, struct listed *ret_listed)
 	return 0;
 }
 
+/* What is in one of the mount's own directories; `buffer` may keep the name. */
+static int list_own(const struct request *request, uint64_t index, char *buffer, struct listed *ret_listed)
+{
+	uint64_t directory = request->header->nodeid;
+
+	if (objects_is_directory(directory))
+		return objects_list(request->w, directory, index, buffer, ret_listed);
+	if (index > 0)
+		return list_plan(request->w, index, ret_listed);
+	*ret_listed = (struct listed){.name = OBJECTS_NAME, .name_length = strlen(OBJECTS_NAME), .type = S_IFDIR >> 12, .node = node_objects(0)};
+	return 0;
+}
+
 /* Offsets are positions: 0 ".", 1 "..", then the names. A name's number in its directory never changes, so a position is valid for ever. */
 static void do_readdir(const struct request *request, bool plus)
 {
@@ -275,13 +318,14 @@ static void do_readdir(const struct request *request, bool plus)
 	struct object directory;
 	size_t used = 0, size;
 	int r = super_object(request->w, request->header->nodeid, &directory);
-	bool root = r == -EISDIR;
+	char buffer[OBJECTS_LISTED_SIZE];
+	bool own = r == -EISDIR;
 
 	if (r == 0 && !inode_is_directory(directory.inode))
 		r = -ENOTDIR;
 	if (request->size < sizeof(*in))
 		r = -EINVAL;
-	if (r && (!root || r != -EISDIR)) {
+	if (r && (!own || r != -EISDIR)) {
 		answer_error(request, r);
 		return;
 	}
@@ -290,7 +334,7 @@ static void do_readdir(const struct request *request, bool plus)
 		struct listed listed = {.name = "..", .name_length = position == 0 ? 1 : 2, .type = S_IFDIR >> 12};
 
 		if (position >= 2) {
-			r = root ? list_plan(request->w, position - 2, &listed) : super_list(&directory, position - 2, &listed);
+			r = own ? list_own(request, position - 2, buffer, &listed) : super_list(&directory, position - 2, &listed);
 			if (r < 0)
 				break;
 			if (r > 0)
@@ -642,6 +686,15 @@ void fuse_forget_plan(struct weefs *w, const char *name)
 	if (atomic_load(&w->n_workers))
 		notify(w->workers[0]->fd, FUSE_NOTIFY_INVAL_ENTRY, parts, 2);
 	fuse_root_changed(w);
+}
+
+void fuse_forget_layer(struct weefs *w, const struct layer *layer)
+{
+	struct fuse_notify_inval_entry_out out = {.parent = node_objects(0), .namelen = (uint32_t)strlen(layer->name)};
+	struct iovec parts[2] = {{&out, sizeof(out)}, {(void *)layer->name, strlen(layer->name) + 1}};
+
+	if (atomic_load(&w->n_workers) && layer->name[0])
+		notify(w->workers[0]->fd, FUSE_NOTIFY_INVAL_ENTRY, parts, 2);
 }
 
 /* ---- the threads ---- */

@@ -24,4 +24,7 @@ void fuse_answer_error(int fd, uint64_t unique, int error);
 void fuse_root_changed(struct weefs *w);
 void fuse_forget_plan(struct weefs *w, const char *name);
 
+/* A layer goes: the kernel drops its directory below /objects. As above, and `layer` must still be there. */
+void fuse_forget_layer(struct weefs *w, const struct layer *layer);
+
 #endif

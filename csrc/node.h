@@ -7,11 +7,12 @@
  *     0   |   plan slot    |   layer slot   |  inode      a directory that only one layer of the plan has
  *     0   |   plan slot    |       0        |  index      a merged directory of the plan
  *     0   |   plan slot    |    2^18 - 1    |  index      a file whose link count is another in this plan than in its layer
+ *     0   |    2^18 - 1    | layer slot, 0  |    0        a layer's directory below /objects; /objects itself
  *
  * Directories must not share an id between plans: the kernel would move the dentry from one parent to the other.
  * A slot is given to another plan or layer only when the kernel holds no id with it: an old id means the same or nothing.
  *
- * Slots count from 1 and the last layer slot is never given, so FUSE's root id 1 (plan 0, layer 0, inode 1) is
+ * Slots count from 1 and the last slot is never given, so FUSE's root id 1 (plan 0, layer 0, inode 1) is
  * nobody's. The id is also the inode number that stat(2) shows; overlayfs needs its two highest bits (xino), to keep
  * numbers of layers apart.
  */
@@ -25,14 +26,15 @@
 #define NODE_MAX_INDEX ((1u << NODE_INODE_BITS) - 1)
 #define NODE_MAX_SLOT ((1u << NODE_SLOT_BITS) - 2)
 #define NODE_PLAN_FILES ((1u << NODE_SLOT_BITS) - 1) /* in the place of the layer slot */
+#define NODE_OBJECTS_PLAN ((1u << NODE_SLOT_BITS) - 1) /* in the place of the plan slot */
 #define NODE_ROOT 1u
 
-enum node_kind { NODE_NONE, NODE_FILE, NODE_DIRECTORY, NODE_MERGED, NODE_PLAN_FILE };
+enum node_kind { NODE_NONE, NODE_FILE, NODE_DIRECTORY, NODE_MERGED, NODE_PLAN_FILE, NODE_OBJECTS };
 
 struct node {
 	enum node_kind kind;
 	uint32_t plan;	/* slot; 0 for NODE_FILE */
-	uint32_t layer; /* slot; NODE_FILE and NODE_DIRECTORY only */
+	uint32_t layer; /* slot; NODE_FILE, NODE_DIRECTORY and NODE_OBJECTS only */
 	uint32_t index; /* inode number, or index in one of the plan's tables */
 };
 
@@ -61,6 +63,12 @@ static inline uint64_t node_plan_file(uint32_t plan, uint32_t index)
 	return node_pack(plan, NODE_PLAN_FILES, index);
 }
 
+/* `layer` 0: the directory of the layers' directories. */
+static inline uint64_t node_objects(uint32_t layer)
+{
+	return node_pack(NODE_OBJECTS_PLAN, layer, 0);
+}
+
 static inline struct node node_decode(uint64_t id)
 {
 	struct node node = {
@@ -69,7 +77,9 @@ static inline struct node node_decode(uint64_t id)
 		.index = (uint32_t)id & NODE_MAX_INDEX,
 	};
 
-	if (node.plan > NODE_MAX_SLOT || (node.plan == 0 && node.layer == 0))
+	if (node.plan == NODE_OBJECTS_PLAN && node.layer <= NODE_MAX_SLOT && node.index == 0)
+		node.kind = NODE_OBJECTS;
+	else if (node.plan > NODE_MAX_SLOT || (node.plan == 0 && node.layer == 0))
 		node.kind = NODE_NONE;
 	else if (node.plan == 0)
 		node.kind = NODE_FILE;

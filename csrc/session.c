@@ -170,7 +170,7 @@ _Atomic uint64_t *session_lookups(struct session *session, uint64_t id)
 {
 	struct node node = node_decode(id);
 
-	if (node.kind == NODE_NONE)
+	if (node.kind == NODE_NONE || (node.kind == NODE_OBJECTS && node.layer == 0))
 		return NULL;
-	return node.kind == NODE_FILE ? &session->layer_lookups[node.layer] : &session->plan_lookups[node.plan];
+	return node.kind == NODE_FILE || node.kind == NODE_OBJECTS ? &session->layer_lookups[node.layer] : &session->plan_lookups[node.plan];
 }

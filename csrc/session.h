@@ -92,7 +92,8 @@ void session_clear_requests(struct session *session);
 /* Drops each buffered READ that is in the table as well. */
 void session_settle(struct session *session);
 
-/* The counter of references to nodes like this one: a file's is its layer's, everything else's is its plan's. NULL: the root. */
+/* The counter of references to nodes like this one: that of its layer for a file and for a directory below /objects, else that of its plan.
+ * NULL: the root, and /objects itself. */
 _Atomic uint64_t *session_lookups(struct session *session, uint64_t node);
 
 #endif

@@ -5,6 +5,8 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "objects.h"
+
 #define DT_DIRECTORY 4u
 #define DT_LOWER_LINK 0u
 
@@ -42,7 +44,7 @@ void super_forget(struct weefs *w, uint64_t id, uint64_t n)
 	struct node node = node_decode(id);
 	struct layer *layer;
 
-	if (!lookups || atomic_fetch_sub(lookups, n) != n || node.kind != NODE_FILE)
+	if (!lookups || atomic_fetch_sub(lookups, n) != n || (node.kind != NODE_FILE && node.kind != NODE_OBJECTS))
 		return;
 	layer = super_layer(w, node.layer);
 	if (layer && atomic_load(&layer->plans) == 0)
@@ -111,6 +113,8 @@ int super_object(struct weefs *w, uint64_t id, struct object *ret_object)
 		r = merged_object(w, super_plan(w, root), 0, &object);
 		goto out;
 	}
+	if (node.kind == NODE_OBJECTS)
+		return objects_exists(w, id) ? -EISDIR : -ESTALE;
 	plan = node.kind == NODE_FILE ? NULL : super_plan(w, node.plan);
 	if (node.kind != NODE_FILE && !plan)
 		return -ESTALE;

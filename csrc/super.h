@@ -35,6 +35,7 @@ struct layer {
 	_Atomic uint32_t plans;	/* that it is in; changed under the superblock's lock */
 	_Atomic uint32_t busy;	/* its flights, and its failed requests that were not answered yet; changed under the miss queue's lock */
 	uint32_t users;		/* callers of the public functions; under the superblock's lock */
+	char name[WEEFS_LAYER_NAME_SIZE]; /* below /objects; empty: not there */
 };
 
 /* A fixed directory of pages, so that a reader needs no lock while the table grows. */
@@ -98,7 +99,8 @@ struct object {
 	uint64_t generation;	/* of whatever owns the id: the layer of a file, else the plan */
 };
 
-/* -ESTALE when the id means nothing (any more). The mount's own root (without a root plan) is not an object: -EISDIR. */
+/* -ESTALE when the id means nothing (any more). The mount's own directories (its root without a root plan, and those of objects.h) are
+ * not objects: -EISDIR. */
 int super_object(struct weefs *w, uint64_t node, struct object *ret_object);
 
 /* The node of `name` in a directory: 0, -ENOENT, -ENOTDIR. */

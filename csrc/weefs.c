@@ -10,7 +10,9 @@
 #include <sys/stat.h>
 #include <time.h>
 
+#include "erofs.h"
 #include "fuse.h"
+#include "objects.h"
 #include "super.h"
 #include "util.h"
 
@@ -202,29 +204,6 @@ static int layer_open(int toc_fd, uint64_t toc_size, int data_fd, int map_fd, co
 	return r ? r : cache_open(&layer->cache, &layer->toc, data_fd, map_fd, boot_id, error);
 }
 
-int weefs_add_layer(struct weefs *w, const struct weefs_place *place, int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id,
-		    struct weefs_error *error)
-{
-	struct layer *layer = calloc(1, sizeof(*layer));
-	int r = layer ? layer_open(toc_fd, toc_size, data_fd, map_fd, boot_id, layer, error) : -ENOMEM;
-
-	if (r == 0) {
-		layer->slot = place->slot;
-		layer->generation = place->generation;
-		pthread_mutex_lock(&w->lock);
-		r = super_layer(w, place->slot) ? -EEXIST : slot_take(&w->layers, place->slot);
-		if (r == 0) {
-			slot_set(&w->layers, place->slot, layer);
-			layer = NULL;
-		}
-		pthread_mutex_unlock(&w->lock);
-		if (r)
-			fail(error, r, "layer slot %u cannot be used: %s", place->slot, strerror(-r));
-	}
-	layer_free(layer);
-	return r;
-}
-
 static struct layer *layer_use(struct weefs *w, uint32_t slot)
 {
 	struct layer *layer;
@@ -248,6 +227,41 @@ static void layer_unuse(struct weefs *w, struct layer *layer)
 	pthread_mutex_unlock(&w->lock);
 	if (idle)
 		miss_ring(&w->misses);
+}
+
+int weefs_add_layer(struct weefs *w, const struct weefs_place *place, int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id,
+		    const char *name, struct weefs_error *error)
+{
+	struct layer *layer, *added = NULL;
+	int r;
+
+	if (strlen(name) >= WEEFS_LAYER_NAME_SIZE || strchr(name, '/'))
+		return fail(error, -EINVAL, "the name of a layer: expected up to %d characters and no '/', received '%.64s'", WEEFS_LAYER_NAME_SIZE - 1, name);
+	layer = calloc(1, sizeof(*layer));
+	if (layer)
+		strcpy(layer->name, name);
+	r = layer ? layer_open(toc_fd, toc_size, data_fd, map_fd, boot_id, layer, error) : -ENOMEM;
+
+	if (r == 0) {
+		layer->slot = place->slot;
+		layer->generation = place->generation;
+		pthread_mutex_lock(&w->lock);
+		r = super_layer(w, place->slot) ? -EEXIST : slot_take(&w->layers, place->slot);
+		if (r == 0) {
+			slot_set(&w->layers, place->slot, layer);
+			layer->users++;
+			added = layer;
+			layer = NULL;
+		}
+		pthread_mutex_unlock(&w->lock);
+		if (added)
+			fuse_forget_layer(w, added); /* a directory of an earlier layer of that name, which the kernel may hold */
+		layer_unuse(w, added);
+		if (r)
+			fail(error, r, "layer slot %u cannot be used: %s", place->slot, strerror(-r));
+	}
+	layer_free(layer);
+	return r;
 }
 
 /* Under the lock. FUSE threads come by a layer through a plan or through a file that the kernel holds: who sees neither here, nor
@@ -368,7 +382,8 @@ int weefs_add_plan(struct weefs *w, const struct weefs_place *place, const char 
 
 	if (n == 0 || n > MAX_LAYERS_PER_PLAN)
 		return fail(error, -EINVAL, "a plan has 1 to %u layers, received %u", MAX_LAYERS_PER_PLAN, n);
-	if (name[0] == 0 || strlen(name) > 255 || strchr(name, '/') || strcmp(name, ".") == 0 || strcmp(name, "..") == 0)
+	if (name[0] == 0 || strlen(name) > 255 || strchr(name, '/') || strcmp(name, ".") == 0 || strcmp(name, "..") == 0 ||
+	    strcmp(name, OBJECTS_NAME) == 0)
 		return fail(error, -EINVAL, "'%s' cannot be the name of a plan's directory", name);
 	pthread_mutex_lock(&w->lock);
 	r = add_plan(w, place, name, slots, n, &plan, error);
@@ -398,6 +413,25 @@ static void wait_for_readers(struct weefs *w)
 	}
 }
 
+/* Takes the plan's layers back from it, and tells the kernel to drop the objects of those that no plan has any more. */
+static void release_layers(struct weefs *w, const struct plan *plan)
+{
+	for (uint32_t i = 0; i < plan->n_layers; i++) {
+		struct layer *layer;
+
+		pthread_mutex_lock(&w->lock);
+		layer = super_layer(w, plan->layers[i].slot);
+		if (atomic_fetch_sub(&layer->plans, 1) == 1)
+			layer->users++; /* so that it stays while the kernel is told */
+		else
+			layer = NULL;
+		pthread_mutex_unlock(&w->lock);
+		if (layer)
+			fuse_forget_layer(w, layer);
+		layer_unuse(w, layer);
+	}
+}
+
 int weefs_remove_plan(struct weefs *w, uint32_t slot)
 {
 	struct plan *plan;
@@ -414,9 +448,8 @@ int weefs_remove_plan(struct weefs *w, uint32_t slot)
 	touch_root(w);
 	wait_for_readers(w); /* so that none hands out a node of it after the kernel was told to drop them */
 	fuse_forget_plan(w, plan->name);
+	release_layers(w, plan);
 	pthread_mutex_lock(&w->lock);
-	for (uint32_t i = 0; i < plan->n_layers; i++)
-		atomic_fetch_sub(&super_layer(w, plan->layers[i].slot)->plans, 1);
 	slot_release(&w->plans, slot);
 	pthread_mutex_unlock(&w->lock);
 	plan_free(plan);
@@ -428,6 +461,22 @@ void weefs_forget_name(struct weefs *w, const char *name)
 {
 	touch_root(w);
 	fuse_forget_plan(w, name);
+}
+
+int weefs_write_plan_image(struct weefs *w, uint32_t slot, const char *name, int fd, struct weefs_image_info *ret_info, struct weefs_error *error)
+{
+	struct tree tree = {0};
+	struct plan *plan;
+	int r;
+
+	pthread_mutex_lock(&w->lock); /* no plan or layer of the tree may go meanwhile */
+	plan = super_plan(w, slot);
+	r = plan ? tree_of_plan(w, plan, &tree, error) : fail(error, -ENOENT, "no plan has slot %u", slot);
+	if (r == 0)
+		r = erofs_write(&tree, name, fd, ret_info, error);
+	pthread_mutex_unlock(&w->lock);
+	tree_free(&tree);
+	return r;
 }
 
 int weefs_set_root(struct weefs *w, uint32_t plan)

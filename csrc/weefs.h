@@ -21,6 +21,7 @@
 
 /* cdef begin */
 #define WEEFS_ERROR_SIZE 512
+#define WEEFS_LAYER_NAME_SIZE 64
 
 struct weefs;
 
@@ -74,6 +75,13 @@ struct weefs_plan_info {
 	uint32_t plan_specific;	/* files whose link count differs in this plan from that in their layer */
 };
 
+/* Of an EROFS image of metadata. */
+struct weefs_image_info {
+	uint64_t size;	/* bytes */
+	uint64_t inodes;
+	uint64_t names;
+};
+
 struct weefs_statistics {
 	uint64_t requests[64];	/* by FUSE opcode; [0]: any opcode of 64 or more */
 	uint64_t read_bytes;	/* sent in answers to READ */
@@ -114,10 +122,11 @@ void weefs_release(struct weefs *w, enum weefs_kind kind, uint32_t slot);
 
 /* Adds a layer: `toc_fd` holds the raw TOC of `toc_size` bytes, `data_fd` is the cache file of the logical stream (extended to its size
  * here), `map_fd` the bitmap of present chunks (created, or begun anew when it belongs to another TOC or to an earlier boot than
- * `boot_id`, 16 bytes). All three are duplicated. -EBADMSG: the TOC breaks a rule of docs/format.md, `ret_error` says which.
- * `place`: from weefs_reserve(), or the one it had in an earlier process. -EEXIST: the slot is in use. */
+ * `boot_id`, 16 bytes). All three are duplicated. `name` is its directory below `/objects`, by which images (below) refer to its files;
+ * empty: it has none. It must tell the TOC: layers of one name are taken for the same. -EBADMSG: the TOC breaks a rule of docs/format.md,
+ * `ret_error` says which. `place`: from weefs_reserve(), or the one it had in an earlier process. -EEXIST: the slot is in use. */
 int weefs_add_layer(struct weefs *w, const struct weefs_place *place, int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id,
-		    struct weefs_error *ret_error);
+		    const char *name, struct weefs_error *ret_error);
 
 /* Closes a layer: -EBUSY while a plan has it, a reader waits for it, or the kernel holds a node of it. Its slot stays reserved until
  * weefs_release(), so that the caller can drop what it knows by that slot. */
@@ -139,6 +148,20 @@ int weefs_remove_plan(struct weefs *w, uint32_t plan);
 
 /* The kernel drops what it holds below the directory `name`, of a plan that a predecessor removed. */
 void weefs_forget_name(struct weefs *w, const char *name);
+/* Writes the metadata of a layer to `fd`, from offset 0, as an EROFS image that overlayfs can stack: contents are redirected to
+ * `/<name>/<inode>` of a data-only layer, which `/objects` of a mount is. `toc`: its raw TOC, 8-byte aligned. `name`: of weefs_add_layer(),
+ * 32 hexadecimal digits. The same arguments give the same bytes. Needs no mount. -EBADMSG: the TOC breaks a rule; -EOPNOTSUPP, -EFBIG: the
+ * layer has what such an image cannot hold. After a failure the file holds nothing of use. */
+int weefs_write_layer_image(const uint8_t *toc, uint64_t size, const char *name, int fd, struct weefs_image_info *ret_info,
+			    struct weefs_error *ret_error);
+
+/* The same of a plan as its directory shows it, as one image. `name`: 32 hexadecimal digits for this plan; its layers need names, too. No
+ * layer or plan is added or removed meanwhile: that waits. */
+int weefs_write_plan_image(struct weefs *w, uint32_t plan, const char *name, int fd, struct weefs_image_info *ret_info,
+			   struct weefs_error *ret_error);
+
+/* Whether `fd` holds a whole image of that name, made by this version: by its first block, checksum included, and its size. -EBADMSG. */
+int weefs_check_image(int fd, const char *name, struct weefs_error *ret_error);
 
 /* Makes the plan the root directory of the mount itself (before anything is served). */
 int weefs_set_root(struct weefs *w, uint32_t plan);

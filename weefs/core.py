@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from mmap import mmap
 from pathlib import Path
 from typing import NewType
 
@@ -100,6 +101,15 @@ class PlanInfo:
 
 
 @attrs.frozen
+class ImageInfo:
+    """Of an EROFS image: its size in bytes, inodes and names."""
+
+    size: int
+    inodes: int
+    names: int
+
+
+@attrs.frozen
 class Attributes:
     """What the mount shows of one path, as stat(2) has it; `node` is the FUSE node id."""
 
@@ -127,6 +137,23 @@ def check_toc(toc: bytes) -> None:
     """Validates a raw TOC (docs/format.md §3); DamagedError or CoreError says which rule is broken."""
     error = ffi.new("struct weefs_error *")
     _check(lib.weefs_check_toc(ffi.from_buffer(toc), len(toc), error), error, "TOC")
+
+
+def write_layer_image(toc: bytes | mmap, name: str, fd: int) -> ImageInfo:
+    """Writes the metadata of the layer with this raw TOC to `fd` as an EROFS image; contents are redirected to `/<name>/<inode>`.
+
+    `name`: 32 hexadecimal digits. DamagedError: the TOC is none; CoreError: the layer has what an image cannot hold.
+    """
+    error = ffi.new("struct weefs_error *")
+    info = ffi.new("struct weefs_image_info *")
+    _check(lib.weefs_write_layer_image(ffi.from_buffer(toc), len(toc), name.encode(), fd, info, error), error, "image")
+    return ImageInfo(info.size, info.inodes, info.names)
+
+
+def check_image(fd: int, name: str) -> None:
+    """DamagedError unless `fd` holds a whole image of that name, made by this version: by its first block and its size."""
+    error = ffi.new("struct weefs_error *")
+    _check(lib.weefs_check_image(fd, name.encode(), error), error, "image")
 
 
 def mount(path: Path, *, source: str = "weefs", threads: int = 2) -> list[int]:
@@ -207,17 +234,18 @@ class Core:
         return Place(place.slot, place.generation)
 
     def add_layer(
-        self, toc_fd: int, toc_size: int, data_fd: int, map_fd: int, boot_id: bytes, *, place: Place | None = None
+        self, toc_fd: int, toc_size: int, data_fd: int, map_fd: int, boot_id: bytes, *, name: str = "", place: Place | None = None
     ) -> LayerSlot:
         """Adds a layer whose raw TOC, cache file and chunk map are open; the descriptors are duplicated.
 
-        `boot_id`: 16 bytes. `place`: a reserved one, or the one that it had in an earlier process.
+        `boot_id`: 16 bytes. `name`: its directory below `objects`, which must tell its TOC; empty: it has none. `place`: a reserved one,
+        or the one that it had in an earlier process.
         """
         if len(boot_id) != 16:
             raise ValueError(f"boot_id: expected 16 bytes, received {len(boot_id)}")
         error = ffi.new("struct weefs_error *")
         at = place or self.reserve_layer()
-        added = lib.weefs_add_layer(self._weefs, [attrs.astuple(at)], toc_fd, toc_size, data_fd, map_fd, boot_id, error)
+        added = lib.weefs_add_layer(self._weefs, [attrs.astuple(at)], toc_fd, toc_size, data_fd, map_fd, boot_id, name.encode(), error)
         if added < 0 and place is None:
             self.release_layer(at)
         _check(added, error, "layer")
@@ -263,6 +291,13 @@ class Core:
     def forget_name(self, name: str) -> None:
         """Makes the kernel drop what it holds below this directory, of a plan that an earlier process removed."""
         lib.weefs_forget_name(self._weefs, name.encode())
+
+    def write_plan_image(self, plan: PlanSlot, name: str, fd: int) -> ImageInfo:
+        """As write_layer_image(), of the whole plan; its layers need names. Adding and removing wait meanwhile."""
+        error = ffi.new("struct weefs_error *")
+        info = ffi.new("struct weefs_image_info *")
+        _check(lib.weefs_write_plan_image(self._weefs, plan, name.encode(), fd, info, error), error, "image")
+        return ImageInfo(info.size, info.inodes, info.names)
 
     def set_root(self, plan: PlanSlot) -> None:
         """Shows this plan as the mount's root itself, instead of a directory for each plan."""
