@@ -101,3 +101,18 @@ int objects_list(struct weefs *w, uint64_t directory, uint64_t index, char *buff
 	*ret = (struct listed){.name = buffer, .name_length = (uint32_t)strlen(buffer), .type = S_IFREG >> 12, .node = node_file(slot, (uint32_t)index)};
 	return 0;
 }
+
+bool objects_shadowed(struct weefs *w, const uint32_t *slots, uint32_t n)
+{
+	for (uint32_t i = 0; i < n; i++) {
+		const struct toc *toc = &super_layer(w, slots[i])->toc;
+
+		for (uint32_t j = 0; j < n; j++) {
+			const char *name = super_layer(w, slots[j])->name;
+
+			if (name[0] && toc_find(toc, &toc->inodes[0], name, strlen(name)) >= 0)
+				return true;
+		}
+	}
+	return false;
+}

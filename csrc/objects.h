@@ -28,4 +28,8 @@ int objects_lookup(struct weefs *w, uint64_t directory, const char *name, size_t
 #define OBJECTS_LISTED_SIZE 16
 int objects_list(struct weefs *w, uint64_t directory, uint64_t index, char *buffer, struct listed *ret_listed);
 
+/* Whether a layer has a name in its root that is one of these layers' below `/objects`: overlayfs, which looks for redirected contents in
+ * lower layers before it looks in data-only ones, could take that for them. */
+bool objects_shadowed(struct weefs *w, const uint32_t *slots, uint32_t n);
+
 #endif

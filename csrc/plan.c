@@ -68,6 +68,13 @@ static const struct toc_inode *inode_of(const struct plan *plan, uint64_t file)
 	return &layer_of(plan, node.layer)->toc->inodes[node.index];
 }
 
+/* The first reason is as good as any. */
+static void not_stackable(struct plan *plan, const char *why)
+{
+	if (!plan->not_stackable)
+		plan->not_stackable = why;
+}
+
 /* ---- link counts ---- */
 
 static int change_links(struct builder *b, uint64_t file, int64_t names)
@@ -302,6 +309,7 @@ static int resolve_lower_links(struct builder *b, struct plan_layer *layer)
 
 		if (!(inode->flags & INODE_LOWER_LINK))
 			continue;
+		not_stackable(plan, "a layer has hard links into layers below it");
 		r = plan->n_directories ? walk(b, 0, target, inode->size, false, &links, &directory, &entry) : -ENOENT;
 		if (r == 0 && entry == UINT32_MAX)
 			r = -EISDIR;
@@ -336,6 +344,8 @@ static int apply_over(struct builder *b, const struct plan_layer *layer, const s
 	uint32_t index, last;
 	int links = 0, r;
 
+	if ((inode->flags & INODE_IMPLICIT) && (entry->type == DT_DIRECTORY || entry->type == DT_SYMLINK))
+		not_stackable(b->plan, "a layer has no entry for a directory in which it changes something");
 	if (entry->type == DT_DIRECTORY) {
 		if ((inode->flags & (INODE_OPAQUE | INODE_IMPLICIT)) == INODE_OPAQUE)
 			return 0;
@@ -526,12 +536,63 @@ static int build(struct builder *b)
 		uint32_t index;
 		int r = resolve_lower_links(b, layer);
 
+		if (i > 0 && (layer->toc->inodes[0].flags & INODE_OPAQUE))
+			not_stackable(plan, "a layer hides everything below it");
+		if (layer_of(plan, layer->slot) != layer)
+			not_stackable(plan, "a layer is twice in the plan");
 		if (r == 0)
 			r = i == 0 ? add_directory(b, layer, 0, 0, &index) : apply_directory(b, layer, 0, 0);
 		if (r)
 			return r;
 		plan->n_entries += layer->toc->n_dirents;
 		plan->content_size += layer->toc->header->content_size;
+	}
+	return 0;
+}
+
+/* Whether (layer, inode) has a whiteout that is listed when no layer below has the directory. Depth as in hide_tree(). */
+static bool has_loose_whiteout(const struct toc *toc, uint32_t number)
+{
+	const struct toc_inode *directory = &toc->inodes[number];
+
+	for (uint64_t i = directory->data; i < directory->data + directory->count; i++) {
+		const struct toc_dirent *dirent = &toc->dirents[i];
+
+		if (dirent->inode == TOC_NO_INODE ? !(directory->flags & INODE_OPAQUE)
+						  : dirent->type == DT_DIRECTORY && has_loose_whiteout(toc, dirent->inode))
+			return true;
+	}
+	return false;
+}
+
+static bool has_whiteouts(const struct toc *toc)
+{
+	for (uint32_t i = 0; i < toc->n_dirents; i++)
+		if (toc->dirents[i].inode == TOC_NO_INODE)
+			return true;
+	return false;
+}
+
+static int settle_stackable(struct plan *plan)
+{
+	cleanup_free uint8_t *whiteouts = calloc(plan->n_layers, 1);
+
+	if (!whiteouts)
+		return -ENOMEM;
+	if (plan->n_files)
+		not_stackable(plan, "a file has another number of names than in its layer");
+	if (plan->n_layers > PLAN_MAX_STACK)
+		not_stackable(plan, "it has more layers than overlayfs takes");
+	for (uint32_t i = 0; i < plan->n_layers && !plan->not_stackable; i++)
+		whiteouts[i] = has_whiteouts(plan->layers[i].toc);
+	for (uint32_t i = 0; i < plan->n_directories && !plan->not_stackable; i++) {
+		for (uint32_t j = 0; j < plan->directories[i].count; j++) {
+			struct node node = node_decode(plan->directories[i].entries[j].node);
+			int layer = node.kind == NODE_DIRECTORY ? plan_find_layer(plan, node.layer) : -1;
+
+			if (layer >= 0 && whiteouts[layer] && has_loose_whiteout(plan->layers[layer].toc, node.index))
+				not_stackable(plan, "a layer has a whiteout in a directory that no layer below it has");
+		}
 	}
 	return 0;
 }
@@ -558,6 +619,9 @@ int plan_build(const char *name, uint32_t slot, const struct plan_layer *layers,
 	if (r)
 		goto out;
 	settle_directories(plan);
+	r = settle_stackable(plan);
+	if (r)
+		goto out;
 	*ret_plan = plan;
 	plan = NULL;
 out:

@@ -9,6 +9,11 @@
  *   the layers below have a symlink it goes through it, as an unpacker's path lookup does;
  * - a lower link is the lower file itself, and link counts are the number of names that the plan shows.
  *
+ * overlayfs, given the layers one by one, shows the same in most plans. Where it would not, the plan says why (`not_stackable`): it has no
+ * lower links, takes the attributes of an implicit directory for meant, replaces a symlink by it, never hides anything by an opaque root,
+ * counts hidden names of a file, and lists whiteouts where no directory is below. A root's own attributes do not matter: above it is
+ * always an upper directory.
+ *
  * Immutable once built. Names point into the TOCs of the layers, which must outlive the plan.
  */
 #ifndef WEEFS_PLAN_H
@@ -18,6 +23,8 @@
 
 #include "node.h"
 #include "toc.h"
+
+#define PLAN_MAX_STACK 499u	/* layers: overlayfs takes 500, the objects among them */
 
 struct plan_layer {
 	const struct toc *toc;
@@ -68,6 +75,7 @@ struct plan {
 	uint32_t n_files;
 	uint64_t n_entries;	/* of the layers, before merging */
 	uint64_t content_size;	/* of the layers */
+	const char *not_stackable;	/* why overlayfs would not show the same from the layers themselves; NULL: it would */
 };
 
 /* Builds the plan of `n` layers, base first; `slot` becomes part of its node ids. -EXDEV, -ENOENT, -ELOOP, -ENOTDIR

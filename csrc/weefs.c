@@ -368,6 +368,8 @@ static int add_plan(struct weefs *w, const struct weefs_place *place, const char
 	if (r)
 		return r; /* the place stays its caller's */
 	(*ret_plan)->generation = place->generation;
+	if (!(*ret_plan)->not_stackable && objects_shadowed(w, slots, n))
+		(*ret_plan)->not_stackable = "a layer has an entry with the name of a layer's objects";
 	for (uint32_t i = 0; i < n; i++)
 		atomic_fetch_add(&super_layer(w, slots[i])->plans, 1);
 	slot_set(&w->plans, place->slot, *ret_plan);
@@ -390,6 +392,8 @@ int weefs_add_plan(struct weefs *w, const struct weefs_place *place, const char 
 	if (r == 0)
 		*ret_info = (struct weefs_plan_info){.entries = plan->n_entries, .content_size = plan->content_size, .merged_dirs = plan->n_directories,
 						     .plan_specific = plan->n_files};
+	if (r == 0)
+		snprintf(ret_info->not_stackable, sizeof(ret_info->not_stackable), "%s", plan->not_stackable ? plan->not_stackable : "");
 	pthread_mutex_unlock(&w->lock);
 	if (r)
 		return r;

@@ -73,6 +73,7 @@ struct weefs_plan_info {
 	uint64_t content_size;	/* of all its layers */
 	uint32_t merged_dirs;	/* directories that more than one layer has */
 	uint32_t plan_specific;	/* files whose link count differs in this plan from that in their layer */
+	char not_stackable[128];	/* why overlayfs, given images of the layers, would show something else; empty: it shows the same */
 };
 
 /* Of an EROFS image of metadata. */

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import attrs
 
@@ -33,6 +34,10 @@ class NodeConfig:
     """Cores of an environment that does not say."""
     memory_bytes: int = 2 << 30
     pids: int = 1024
+    view: Literal["auto", "kernel", "merged"] = "auto"
+    """How roots are shown: `kernel` from EROFS images of the layers' metadata, `merged` by weefs itself; `auto` is `kernel` where the
+    kernel can.
+    """
     host_network: bool = False
     """Whether environments may ask for the machine's own network, as recipes that install packages do. What listens on its loopback and
     on abstract sockets is then theirs to talk to.
@@ -61,6 +66,8 @@ class NodeConfig:
             raise ValueError(
                 f"a socket below {self.run_dir} would need {longest} bytes, {SOCKET_PATH_MAX_BYTES} at most; choose a shorter path"
             )
+        if self.view not in ("auto", "kernel", "merged"):
+            raise ValueError(f"view is auto, kernel or merged; received {self.view!r}")
         if not CPU_MIN <= self.cpu <= CPU_MAX:
             raise ValueError(f"cpu is {CPU_MIN:g} to {CPU_MAX} cores; received {self.cpu:g}")
         if not self.cgroup_parent.startswith("/") or not self.cgroup_parent.strip("/"):
@@ -79,6 +86,11 @@ class NodeConfig:
     def runtime_dir(self) -> Path:
         """The OCI runtime's own state."""
         return self.run_dir / "runtime"
+
+    @property
+    def images_dir(self) -> Path:
+        """Mount points of images, one each."""
+        return self.run_dir / "meta"
 
     @property
     def console_dir(self) -> Path:

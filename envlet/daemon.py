@@ -30,7 +30,7 @@ from typing import Any
 
 import trio
 
-from envlet import cgroups, errors, mounts, overlay, processes, record, syscalls
+from envlet import cgroups, errors, kernel_view, mounts, overlay, processes, record, syscalls
 from envlet.bundle import OPEN_FILES_MAX
 from envlet.cgroups import Cgroup, CgroupError, Layout
 from envlet.config import NodeConfig
@@ -286,6 +286,7 @@ class Daemon:
             **self._counts,
             "plans": self._node.plans.statistics(),
             "references": self._plans.statistics(),
+            "views": self._node.views.statistics(),
             "starting": self._node.starting.borrowed_tokens,
             "remembered": len(self._remembered),
             "data_plane": await self._data_plane.statistics(),
@@ -297,6 +298,8 @@ class Daemon:
             started_unix_s=self._started_unix_s,
             runtime=f"{self._node.runtime.name} {self._node.runtime.version}",
             cgroups=self._node.layout.kind,
+            view=self._node.views.view.kind,
+            view_reason=self._node.views.view.reason,
             environments=dict(Counter(str(environment.state) for environment in self._live.values())),
             environments_max=self._node.config.environments_max,
             starting_max=self._node.config.starting_max,
@@ -339,6 +342,7 @@ class Daemon:
             for environment in list(self._live.values()):
                 nursery.start_soon(remove, environment)
         await self._node.plans.close()
+        await trio.to_thread.run_sync(self._node.views.close)
         if failed:
             raise failed[0]
 
@@ -401,12 +405,14 @@ async def _serve(
         left = await trio.to_thread.run_sync(find_records, config.uppers_dir)
         adopted = {known.id: known for known in left if known.mounted.plan_id in data_plane.plans and known.state not in _ENDING}
         await clean_up(config, runtime, layout, null_fd, keep=adopted)
-        await trio.to_thread.run_sync(_require_upper, config)  # after the clean-up, which may make the room for it
+        view = await trio.to_thread.run_sync(_require_upper, config)  # after the clean-up, which may make the room for it
+        views = kernel_view.KernelView(config.images_dir, view, required=config.view == "kernel")
         node = Node(
             config=config,
             runtime=runtime,
             layout=layout,
-            plans=MountedPlans(data_plane),
+            plans=MountedPlans(data_plane, images=view.kind == "kernel", stacked=view.stack, on_unused=views.forget),
+            views=views,
             starting=trio.CapacityLimiter(config.starting_max),
             null_fd=null_fd,
             open_files=min(OPEN_FILES_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
@@ -420,6 +426,7 @@ async def _serve(
             server = Server(config, daemon, listener)
             try:
                 await daemon.adopt(list(adopted.values()))
+                await trio.to_thread.run_sync(views.sweep)
                 nursery.start_soon(daemon.watch_faults)
                 async with trio.open_nursery() as accepting:
                     await accepting.start(server.run)
@@ -469,13 +476,16 @@ def _lock(path: Path, flags: int, what: str) -> int:
     return fd
 
 
-def _require_upper(config: NodeConfig) -> None:
-    """Refuses a filesystem on which no environment could start. Blocks. Raises EnvletError(MOUNT_FAILED or CAPACITY)."""
+def _require_upper(config: NodeConfig) -> kernel_view.View:
+    """Refuses a filesystem on which no environment could start; else how roots are shown on it. Blocks. Raises EnvletError(MOUNT_FAILED or
+    CAPACITY).
+    """
     state_dir = config.state_dir
     scratch = state_dir / "probe"
     try:
         remove_directories(scratch)
         overlay.probe(scratch)
+        return kernel_view.choose(config.view, scratch / "view")
     except OSError as error:
         full = _no_space(error, config)
         if full is not None:

@@ -79,8 +79,6 @@ class DataPlaneConfig:
     threads: int = 4
     chunk_deadline_s: float = 30.0
     auth_files: tuple[Path, ...] = ()
-    images: bool = False
-    """Whether plans shall come with the images of the kernel view."""
     deaths_max_per_minute: int = 120
     """A data plane that dies more often is given up: something in what it is asked kills it."""
     arguments: tuple[str, ...] = ()
@@ -363,14 +361,16 @@ class WeefsDataPlane:
             await self._changed.wait()
         return self._connection
 
-    async def add_plan(self, layers: Sequence[LayerRef]) -> MountedPlan:
+    async def add_plan(self, layers: Sequence[LayerRef], *, images: bool = False, stacked: bool = False) -> MountedPlan:
         wanted = [protocol.Layer(**attrs.asdict(layer)) for layer in layers]
-        plan = msgspec.convert(await self._call(protocol.AddPlan, layers=wanted, images=self._config.images), protocol.Plan)
+        plan = msgspec.convert(await self._call(protocol.AddPlan, layers=wanted, images=images, stacked=stacked), protocol.Plan)
         return MountedPlan(
             plan_id=plan.plan_id,
             path=self._config.mount_path / plan.plan_id,
             content_bytes=plan.content_bytes,
             entries=plan.entries,
+            images=tuple(Path(image) for image in plan.images),
+            images_refused=plan.images_refused,
         )
 
     async def remove_plan(self, plan_id: str) -> None:

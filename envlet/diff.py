@@ -6,7 +6,12 @@
 | directory with `trusted.overlay.opaque` = y, over a directory of the plan | the directory, then `.wh..wh..opq` in it |
 | several names of one inode                            | the first name, then hard links              |
 | socket                                                | nothing: it means nothing without its process |
+| file with `trusted.overlay.metacopy`                  | itself, its contents as the mounted root shows them |
+| directory with `trusted.overlay.redirect`             | as an opaque one, and everything below as the mounted root shows it |
 | anything else                                         | itself, with its attributes except `trusted.overlay.*` |
+
+The two that need the mounted root are there only where the kernel view needs `metacopy=on` (envlet/overlay.py): a directory of the
+plan that was moved then is one empty directory, and a file with another mode has no contents of its own.
 
 The kernel marks every directory that it makes as opaque; the mark is left out where the plan has no directory in that
 place, because it would hide nothing. What envlet added before the start and nobody touched (rootfs.Mark) is left out.
@@ -14,6 +19,7 @@ Names are written in order, so equal changes give equal bytes; holes stay holes.
 caller freezes it): a file that changes its size while it is read is an error.
 """
 
+import contextlib
 import errno
 import os
 import stat
@@ -26,7 +32,7 @@ import attrs
 
 from envlet import errors
 from envlet.errors import EnvletError
-from envlet.overlay import OPAQUE_XATTR, XATTR_PREFIX
+from envlet.overlay import METACOPY_XATTR, OPAQUE_XATTR, REDIRECT_XATTR, XATTR_PREFIX
 from envlet.rootfs import Mark
 from envlet.types import DiffResult
 from layerformat.errors import printable
@@ -80,11 +86,12 @@ def is_whiteout(status: os.stat_result) -> bool:
     return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
 
 
-def walk_changes(upper: Path, lower: Path, marks: Collection[Mark] = ()) -> Iterator[Change]:
-    """The entries of the diff, each directory before what is in it. Blocks. Raises OSError or
-    EnvletError(DIFF_FAILED).
+def walk_changes(upper: Path, lower: Path, marks: Collection[Mark] = (), *, root: Path | None = None) -> Iterator[Change]:
+    """The entries of the diff, each directory before what is in it. `lower`: what the plan shows; `root`: the mounted overlay, for what the
+    upper directory does not say by itself. Blocks. Raises OSError or EnvletError(DIFF_FAILED).
     """
-    return _Walk(os.fsencode(upper), {mark.path: mark for mark in marks}).changes(os.fsencode(lower))
+    walk = _Walk(os.fsencode(upper), {mark.path: mark for mark in marks}, os.fsencode(root) if root is not None else None)
+    return walk.changes(os.fsencode(lower))
 
 
 @attrs.define
@@ -99,14 +106,17 @@ class _Directory:
     """What is written at once, after the directory itself; None: it is as it was."""
     names: deque[bytes]
     """What is in it and not visited yet."""
+    is_redirected: bool = False
+    """It or one above was moved: what is in it is what the mounted root shows."""
 
 
 class _Walk:
     """One pass; remembers the first name of each inode that has several."""
 
-    def __init__(self, upper: bytes, marks: dict[bytes, Mark]) -> None:
+    def __init__(self, upper: bytes, marks: dict[bytes, Mark], root: bytes | None) -> None:
         self._upper = upper
         self._marks = marks
+        self._root = root
         self._first_names: dict[tuple[int, int], bytes] = {}
 
     def changes(self, lower: bytes) -> Iterator[Change]:
@@ -146,19 +156,25 @@ class _Walk:
             raise refuse(shown, f"a path of {len(path)} bytes is too long for this system; remove it or make it shorter") from error
 
     def _found(self, parent: _Directory, name: bytes, path: bytes) -> "Change | _Directory | None":
-        full = os.path.join(self._upper, path)
+        full = self._shown(path) if parent.is_redirected else os.path.join(self._upper, path)
         status = os.lstat(full)
         if is_whiteout(status):
             return Change(Entry(os.path.join(parent.path, WHITEOUT + name), Kind.REGULAR), is_whiteout=True)
         if name.startswith(WHITEOUT):
             raise refuse(path, "an OCI layer cannot have this name, it would remove another entry; rename it")
         if stat.S_ISDIR(status.st_mode):
-            return self._directory(path, _lower_directory(parent.lower, name))
-        if self._untouched(path, status) or stat.S_ISSOCK(status.st_mode):
+            below = _lower_directory(parent.lower, name)
+            if parent.is_redirected or _has_xattr(full, REDIRECT_XATTR):
+                return self._redirected_directory(path, below)
+            return self._directory(path, below)
+        if (self._untouched(path, status) and not parent.is_redirected) or stat.S_ISSOCK(status.st_mode):
             return None
+        if stat.S_ISREG(status.st_mode) and not parent.is_redirected and _has_xattr(full, METACOPY_XATTR):
+            full = self._shown(path)
+            status = os.lstat(full)
         entry = self._entry(path, full, status)
         if status.st_nlink > 1:
-            first = self._first_names.setdefault((status.st_dev, status.st_ino), path)
+            first = self._first_names.setdefault(self._identity(path, status), path)
             if first != path:
                 return Change(attrs.evolve(entry, kind=Kind.HARD_LINK, target=first, size=0, xattrs={}))
         return Change(entry, full if entry.kind is Kind.REGULAR else None)
@@ -174,6 +190,25 @@ class _Walk:
                 said = (Change(Entry(os.path.join(path, OPAQUE_NAME), Kind.REGULAR), is_whiteout=True),)
             lower = None
         return _Directory(path, lower, own, said, deque(sorted(os.listdir(full))))
+
+    def _redirected_directory(self, path: bytes, lower: bytes | None) -> _Directory:
+        """All of it is new in this place, and hides what the plan has there."""
+        full = self._shown(path)
+        own = Change(self._entry(path, full, os.lstat(full)))
+        said = (Change(Entry(os.path.join(path, OPAQUE_NAME), Kind.REGULAR), is_whiteout=True),) if lower is not None else ()
+        return _Directory(path, None, own, said, deque(sorted(os.listdir(full))), is_redirected=True)
+
+    def _shown(self, path: bytes) -> bytes:
+        if self._root is None:
+            raise refuse(path, "the upper directory does not have all of it, and the environment's root is not mounted any more")
+        return os.path.join(self._root, path)
+
+    def _identity(self, path: bytes, status: os.stat_result) -> tuple[int, int]:
+        """Of a file with several names, the same by each: its inode in the upper directory, or what the root shows if there is none."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            own = os.lstat(os.path.join(self._upper, path))
+            return own.st_dev, own.st_ino
+        return status.st_dev, status.st_ino
 
     def _untouched(self, path: bytes, status: os.stat_result) -> bool:
         return self._marks.get(path) == Mark(path, status.st_ino, status.st_ctime_ns)
@@ -198,6 +233,16 @@ class _Walk:
             target=os.readlink(full) if kind is Kind.SYMLINK else b"",
             xattrs=read_xattrs(full),
         )
+
+
+def _has_xattr(full: bytes, name: str) -> bool:
+    try:
+        os.getxattr(full, name, follow_symlinks=False)
+    except OSError as error:
+        if error.errno == errno.ENODATA:
+            return False
+        raise
+    return True
 
 
 def _is_opaque(full: bytes) -> bool:

@@ -31,6 +31,7 @@ from envlet.config import NodeConfig
 from envlet.errors import EnvletError
 from envlet.execution import Command, Outcome, execute
 from envlet.initproc import ProtocolError, Reports, read_reports, send_commands
+from envlet.kernel_view import KernelView
 from envlet.mounted import MountedPlans
 from envlet.plans import Plan
 from envlet.ports import MountedPlan
@@ -66,6 +67,7 @@ class Node:
     runtime: Runtime
     layout: Layout
     plans: MountedPlans
+    views: KernelView
     starting: trio.CapacityLimiter
     """First come, first served: starting all at once would make all of them late."""
     null_fd: int
@@ -214,7 +216,7 @@ class Environment:
             plan_s = time.perf_counter() - begin_s
             async with self._starting_slot() as release_slot:
                 queue_s = time.perf_counter() - begin_s - plan_s
-                apply_s, mount_s, cgroup_s = await trio.to_thread.run_sync(partial(self._prepare, mounted.path, tar_fd))
+                apply_s, mount_s, cgroup_s = await trio.to_thread.run_sync(partial(self._prepare, mounted, tar_fd))
                 runtime_begin_s = time.perf_counter()
                 async with await self._start_runtime() as control:
                     init_begin_s = time.perf_counter()
@@ -252,9 +254,10 @@ class Environment:
         finally:
             release()
 
-    def _prepare(self, lower: Path, tar_fd: int | None) -> tuple[float, float, float]:
+    def _prepare(self, plan: MountedPlan, tar_fd: int | None) -> tuple[float, float, float]:
         """Directories, diff, overlay, control group, bundle; seconds of apply, mount and the rest. Runs in a thread."""
         begin_s = time.perf_counter()
+        lower = plan.path
         self._upper.mkdir(parents=True)
         (self._directory / "work").mkdir()
         self._root.mkdir(parents=True)
@@ -265,7 +268,7 @@ class Environment:
             apply.apply_diff(CancellableFile(tar_fd, trio.from_thread.check_cancelled), self._upper, lower)
             apply_s = time.perf_counter() - apply_begin_s
         try:
-            overlay.mount(lower, self._upper, self._directory / "work", self._root)
+            self._node.views.mount(plan, self._upper, self._directory / "work", self._root)
         except (OSError, ValueError) as error:
             raise EnvletError(errors.MOUNT_FAILED, f"the root of {self.id} could not be mounted: {error}") from error
         host_network = self._request.network == "host"
@@ -367,12 +370,7 @@ class Environment:
                 cause=self.cause,
                 request=msgspec.structs.replace(self._request, init=[]),
                 groups=self._plan.groups,
-                mounted=record.MountedRecord(
-                    plan_id=self._mounted.plan_id,
-                    path=str(self._mounted.path),
-                    content_bytes=self._mounted.content_bytes,
-                    entries=self._mounted.entries,
-                ),
+                mounted=record.MountedRecord.of(self._mounted),
                 limits=self._limits,
                 user=self._user,
                 timings=self._timings,
@@ -390,12 +388,7 @@ class Environment:
         """The environment that a record is of. Nothing is looked at or done: `adopt` does."""
         environment = cls(node, known.id, known.request, Plan(known.groups))
         environment.state, environment.cause = known.state, known.cause
-        environment._mounted = MountedPlan(
-            plan_id=known.mounted.plan_id,
-            path=Path(known.mounted.path),
-            content_bytes=known.mounted.content_bytes,
-            entries=known.mounted.entries,
-        )
+        environment._mounted = known.mounted.plan()
         environment._limits, environment._user, environment._timings = known.limits, known.user, known.timings
         environment._reports = Reports(results=list(known.init), ready=True)
         environment._marks = known.marks
@@ -412,6 +405,7 @@ class Environment:
         """
         assert self._mounted is not None
         self._node.plans.adopt(self._plan.layers, self._mounted)
+        await trio.to_thread.run_sync(self._node.views.adopt, self._mounted)
         for leftover in self._bundle.glob("exec-*"):
             leftover.unlink()
         with contextlib.suppress(ProcessLookupError):
@@ -559,7 +553,7 @@ class Environment:
     def _write_diff(self, out_fd: int) -> DiffResult:
         assert self._mounted is not None
         out = CancellableFile(out_fd, trio.from_thread.check_cancelled)
-        return diff.write_diff(diff.walk_changes(self._upper, self._mounted.path, self._marks), out)
+        return diff.write_diff(diff.walk_changes(self._upper, self._mounted.path, self._marks, root=self._root), out)
 
     # The end
 

@@ -3,7 +3,7 @@ starts warm.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import trio
@@ -26,8 +26,20 @@ class _Entry:
 class MountedPlans:
     """Counts the users of each plan. Keyed by the ordered layers, as the data plane's own plans are."""
 
-    def __init__(self, data_plane: DataPlane, max_unused: int = 64) -> None:
+    def __init__(
+        self,
+        data_plane: DataPlane,
+        max_unused: int = 64,
+        *,
+        images: bool = False,
+        stacked: bool = False,
+        on_unused: Callable[[MountedPlan], None] | None = None,
+    ) -> None:
+        """`images`, `stacked`: of `DataPlane.add_plan`. `on_unused` is called, in a thread, before a plan is removed."""
         self._data_plane = data_plane
+        self._images = images
+        self._stacked = stacked
+        self._on_unused = on_unused
         self._max_unused = max_unused
         self._entries: dict[tuple[str, ...], _Entry] = {}
         self._clock = 0
@@ -47,7 +59,7 @@ class MountedPlans:
         try:
             async with entry.lock:
                 if entry.plan is None:
-                    entry.plan = await self._data_plane.add_plan(layers)
+                    entry.plan = await self._data_plane.add_plan(layers, images=self._images, stacked=self._stacked)
                 return entry.plan
         except BaseException:
             entry.users -= 1
@@ -87,8 +99,10 @@ class MountedPlans:
                 if entry.users == 0 and entry.plan is not None:
                     plan, entry.plan = entry.plan, None
                     try:
+                        if self._on_unused is not None:
+                            await trio.to_thread.run_sync(self._on_unused, plan)
                         await self._data_plane.remove_plan(plan.plan_id)
-                    except EnvletError as error:  # it goes with the data plane; no environment is worse for it
+                    except (EnvletError, OSError) as error:  # it goes with the data plane; no environment is worse for it
                         self._failed_removals += 1
                         log.error("plan %s is still served: %s", plan.plan_id, error)
                 if entry.users == 0:

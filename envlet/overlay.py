@@ -1,19 +1,26 @@
-"""The root of an environment: one overlay mount over the plan's directory.
+"""The root of an environment: one overlay mount, over the plan's directory (merged view) or over the images of its layers
+(kernel view, envlet/kernel_view.py).
 
 `index`, `redirect_dir` and `metacopy` are off so that the upper directory says by itself what changed: a renamed
-lower directory is a copy (the kernel answers EXDEV and mv copies), a changed mode copies the file. `env.diff` depends
-on it. `nodev` because a root needs no devices: /dev is a filesystem of its own.
+lower directory is a copy (the kernel answers EXDEV and mv copies), a changed mode copies the file. Kernels before 6.16
+follow images to the contents of files only with `redirect_dir` and `metacopy` on; then the upper directory does not say
+everything, and `env.diff` asks the mounted root. `nodev` because a root needs no devices: /dev is a filesystem of its own.
 """
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from envlet import syscalls
 
 XATTR_PREFIX = "trusted.overlay."
 OPAQUE_XATTR = "trusted.overlay.opaque"
+METACOPY_XATTR = "trusted.overlay.metacopy"
+REDIRECT_XATTR = "trusted.overlay.redirect"
+_VALUE_MAX_BYTES = 255
 
 
 def escape_option(path: Path, also: str = "") -> str:
@@ -38,6 +45,46 @@ def mount_options(lower: Path, upper: Path, work: Path) -> str:
 def mount(lower: Path, upper: Path, work: Path, target: Path) -> None:
     """Mounts the overlay. All four directories exist. Raises OSError or ValueError."""
     syscalls.mount("overlay", str(target), "overlay", syscalls.MS_NODEV, mount_options(lower, upper, work))
+
+
+def stack_options(layers: Sequence[Path], data: Path, upper: Path, work: Path, *, metacopy: bool) -> str:
+    """The option string of a stack, for kernels that take it only so. Raises ValueError where it does not fit."""
+    lower = ":".join(escape_option(layer, ":") for layer in reversed(layers)) + "::" + escape_option(data, ":")
+    switch = "on" if metacopy else "off"
+    options = (
+        f"lowerdir={lower},upperdir={escape_option(upper)},workdir={escape_option(work)},"
+        f"index=off,xino=on,redirect_dir={switch},metacopy={switch}"
+    )
+    if len(os.fsencode(options)) >= 4096:
+        raise ValueError(f"overlay options of {len(options)} bytes for {len(layers)} layers, 4095 at most before Linux 6.8")
+    return options
+
+
+def mount_stack(layers: Sequence[Path], data: Path, upper: Path, work: Path, target: Path, *, metacopy: bool) -> None:
+    """Mounts an overlay over `layers`, base first; contents of files are in the data-only layer `data`. Raises OSError or ValueError."""
+    switch = "on" if metacopy else "off"
+    with contextlib.ExitStack() as opened:
+        places = [("lowerdir+", layer) for layer in reversed(layers)]
+        places += [("datadir+", data), ("upperdir", upper), ("workdir", work)]
+        parameters = [(key, _short_path(path, opened)) for key, path in places]
+        parameters += [("index", "off"), ("xino", "on"), ("redirect_dir", switch), ("metacopy", switch)]
+        try:
+            syscalls.mount_new("overlay", str(target), parameters, syscalls.MOUNT_ATTR_NODEV)
+        except OSError as error:
+            if error.errno != errno.EINVAL or "lowerdir+" not in str(error):
+                raise
+            options = stack_options(layers, data, upper, work, metacopy=metacopy)  # before Linux 6.8
+            syscalls.mount("overlay", str(target), "overlay", syscalls.MS_NODEV, options)
+
+
+def _short_path(path: Path, opened: contextlib.ExitStack) -> str:
+    """A path as a parameter's value: itself, or by way of a descriptor where it is long or has what overlayfs would take for an escape."""
+    text = str(path)
+    if len(os.fsencode(text)) <= _VALUE_MAX_BYTES and not set(text) & set("\\,:"):
+        return text
+    fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    opened.callback(os.close, fd)
+    return f"/proc/self/fd/{fd}"
 
 
 def unmount(target: Path) -> None:

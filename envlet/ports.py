@@ -59,6 +59,12 @@ class MountedPlan:
     content_bytes: int
     """Of all regular files of the plan."""
     entries: int
+    images: tuple[Path, ...] = ()
+    """EROFS images whose stack, base first, shows the plan too (the kernel view); contents are in `objects` beside `path`. Empty: there are
+    none, and the plan is shown from `path`.
+    """
+    images_refused: str = ""
+    """Why there are none although they were asked for."""
 
 
 @attrs.frozen
@@ -91,8 +97,10 @@ class DataPlane(Protocol):
         """The plans that it served before this daemon started: those of a data plane that was taken over."""
         ...
 
-    async def add_plan(self, layers: Sequence[LayerRef]) -> MountedPlan:
-        """Serves the layers (base first) as one tree. Idempotent; cheap for a plan that is known."""
+    async def add_plan(self, layers: Sequence[LayerRef], *, images: bool = False, stacked: bool = False) -> MountedPlan:
+        """Serves the layers (base first) as one tree. Idempotent; cheap for a plan that is known. `images`: with its image, if it can, or
+        with those of its layers, if they may be `stacked`.
+        """
         ...
 
     async def remove_plan(self, plan_id: str) -> None:

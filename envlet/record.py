@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from envlet.ports import ResolvedGroup
+from envlet.ports import MountedPlan, ResolvedGroup
 from envlet.rootfs import Mark
 from envlet.types import CreateRequest, InitResult, Limits, State, Timings
 from envlet.users import User
@@ -28,6 +28,29 @@ class MountedRecord(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     content_bytes: int
     entries: int
+    images: list[str]
+    images_refused: str
+
+    @classmethod
+    def of(cls, plan: MountedPlan) -> "MountedRecord":
+        return cls(
+            plan_id=plan.plan_id,
+            path=str(plan.path),
+            content_bytes=plan.content_bytes,
+            entries=plan.entries,
+            images=[str(path) for path in plan.images],
+            images_refused=plan.images_refused,
+        )
+
+    def plan(self) -> MountedPlan:
+        return MountedPlan(
+            plan_id=self.plan_id,
+            path=Path(self.path),
+            content_bytes=self.content_bytes,
+            entries=self.entries,
+            images=tuple(Path(path) for path in self.images),
+            images_refused=self.images_refused,
+        )
 
 
 class EnvironmentRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ Called through libc, which sets errno; the 64-bit numbers of openat2 are the sam
 """
 
 import ctypes
+import errno
 import os
 import struct
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ MS_REC = 0x4000
 MS_PRIVATE = 0x40000
 MS_SLAVE = 0x80000
 MNT_DETACH = 0x2
+MOUNT_ATTR_NODEV = 0x4
 CLONE_NEWNS = 0x20000
 
 RESOLVE_NO_SYMLINKS = 0x04
@@ -28,6 +30,21 @@ RESOLVE_IN_ROOT = 0x10
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SYS_OPENAT2 = 437
+_SYS_MOVE_MOUNT = 429
+_SYS_FSOPEN = 430
+_SYS_FSCONFIG = 431
+_SYS_FSMOUNT = 432
+_FSOPEN_CLOEXEC = 1
+_FSMOUNT_CLOEXEC = 1
+_FSCONFIG_SET_STRING = 1
+_FSCONFIG_CMD_CREATE = 6
+_MOVE_MOUNT_F_EMPTY_PATH = 4
+_AT_FDCWD = -100
+_LOOP_CTL_GET_FREE = 0x4C82
+_LOOP_CONFIGURE = 0x4C0A
+_LO_FLAGS_READ_ONLY = 1
+_LO_FLAGS_AUTOCLEAR = 4
+_LOOP_ATTEMPTS = 64
 SO_PEERGROUPS = 59
 
 
@@ -48,6 +65,70 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 def umount(target: str, flags: int = 0) -> None:
     """umount2(2)."""
     _check(_libc.umount2(os.fsencode(target), flags), f"umount {target}")
+
+
+def mount_new(kind: str, target: str, parameters: Sequence[tuple[str, str]], attributes: int) -> None:
+    """fsopen(2), fsconfig(2) with each parameter in turn, fsmount(2), move_mount(2): for what does not fit the page of options that
+    mount(2) takes. A value has at most 255 bytes. The error says what the filesystem wrote to its log.
+    """
+    context = _check(_libc.syscall(ctypes.c_long(_SYS_FSOPEN), kind.encode(), _FSOPEN_CLOEXEC), f"fsopen {kind}")
+    try:
+        for key, value in parameters:
+            _configure(context, _FSCONFIG_SET_STRING, key, value)
+        _configure(context, _FSCONFIG_CMD_CREATE, None, None)
+        made = _check(_libc.syscall(ctypes.c_long(_SYS_FSMOUNT), context, _FSMOUNT_CLOEXEC, attributes), f"fsmount {kind}")
+    finally:
+        os.close(context)
+    try:
+        arguments = (made, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH)
+        _check(_libc.syscall(ctypes.c_long(_SYS_MOVE_MOUNT), *arguments), f"move_mount {kind} to {target}")
+    finally:
+        os.close(made)
+
+
+def _configure(context: int, command: int, key: str | None, value: str | None) -> None:
+    arguments = [os.fsencode(text) if text is not None else None for text in (key, value)]
+    result = _libc.syscall(ctypes.c_long(_SYS_FSCONFIG), context, command, arguments[0], arguments[1], 0)
+    if result < 0:
+        number = ctypes.get_errno()
+        what = f"{key}={value}" if key is not None else "create"
+        raise OSError(number, f"fsconfig {what}: {os.strerror(number)}{_context_log(context)}")
+
+
+def _context_log(context: int) -> str:
+    """What a filesystem says of its refusal; empty if nothing."""
+    lines = []
+    try:
+        while line := os.read(context, 4096):
+            lines.append(line.decode(errors="replace").strip())
+    except OSError:
+        pass  # ENODATA: that was all
+    return f" ({'; '.join(lines)})" if lines else ""
+
+
+def attach_loop(path: str) -> tuple[int, str]:
+    """A free loop device over a file, read only, freed by itself after its last use; an open descriptor of it, and its path."""
+    backing = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            for _ in range(_LOOP_ATTEMPTS):
+                number = _check(_libc.ioctl(control, ctypes.c_ulong(_LOOP_CTL_GET_FREE)), "a free loop device")
+                device = f"/dev/loop{number}"
+                fd = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+                # struct loop_config: descriptor, block size, loop_info64 (flags at byte 52 of it), reserved
+                config = struct.pack("=II52xI176x64x", backing, 0, _LO_FLAGS_READ_ONLY | _LO_FLAGS_AUTOCLEAR)
+                if _libc.ioctl(fd, ctypes.c_ulong(_LOOP_CONFIGURE), config) == 0:
+                    return fd, device
+                number = ctypes.get_errno()
+                os.close(fd)
+                if number != errno.EBUSY:  # EBUSY: another process took it meanwhile
+                    raise OSError(number, f"{device} over {path}: {os.strerror(number)}")
+        finally:
+            os.close(control)
+    finally:
+        os.close(backing)
+    raise OSError(errno.EBUSY, f"no loop device for {path}: each of {_LOOP_ATTEMPTS} free ones was taken by another process")
 
 
 def unshare(flags: int) -> None:

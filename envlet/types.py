@@ -214,6 +214,8 @@ class NodeInfo(Result, frozen=True, kw_only=True):
     started_unix_s: float
     runtime: Annotated[str, Meta(description="Name and version of the OCI runtime.")]
     cgroups: Annotated[str, Meta(description="v1, v2 or hybrid.")]
+    view: Annotated[str, Meta(description="How roots are shown: kernel or merged (docs/views.md).")]
+    view_reason: Annotated[str, Meta(description="Why that one.")]
     environments: Annotated[dict[str, int], Meta(description="How many, by state.")]
     environments_max: int
     starting_max: int

@@ -75,7 +75,7 @@ class DirectoryDataPlane:
         self.send_fault, self._faults = trio.open_memory_channel[Fault](16)
         self.acknowledged: list[Fault] = []
 
-    async def add_plan(self, layers: Sequence[LayerRef]) -> MountedPlan:
+    async def add_plan(self, layers: Sequence[LayerRef], *, images: bool = False, stacked: bool = False) -> MountedPlan:
         await trio.lowlevel.checkpoint()
         plan_id = "-".join(layer.digest.removeprefix("sha256:")[:8] for layer in layers)
         self.plans[plan_id] = self.plans.get(plan_id, 0) + 1

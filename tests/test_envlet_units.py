@@ -527,7 +527,7 @@ class CountingDataPlane:
         self.served: list[str] = []
         self.added = 0
 
-    async def add_plan(self, layers: list[LayerRef]) -> MountedPlan:
+    async def add_plan(self, layers: list[LayerRef], *, images: bool = False, stacked: bool = False) -> MountedPlan:
         await trio.lowlevel.checkpoint()
         self.added += 1
         self.served.append(layers[0].digest)

@@ -15,17 +15,17 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
 import pytest
+import views
 from hypothesis import given
 from merge_corners import directory, file, link, symlink
 from strategies import Layer, Member, encode_layer, layer_stacks, make_content
-from weefs_harness import MountedCore, Row, mounted_core, open_layers, tree_rows
+from views import ViewedCore
+from weefs_harness import Row, open_layers, tree_rows
 
 from envlet import overlay
 from layerformat import Entry, Kind
@@ -37,47 +37,10 @@ BIG = make_content(300_000, 3, False)
 BUSYBOX = Path("/usr/bin/busybox")
 
 
-@attrs.frozen
-class Environment:
-    """A mounted overlay: the root that one sees, its upper directory, and the plan's directory below."""
-
-    root: Path
-    upper: Path
-    lower: Path
-
-
-@pytest.fixture(scope="module")
-def mounted() -> Iterator[MountedCore]:
-    with mounted_core(escape=True) as mounted:
+@pytest.fixture(scope="module", params=[views.MERGED, views.KERNEL], ids=["merged", "kernel"])
+def mounted(request: pytest.FixtureRequest) -> Iterator[ViewedCore]:
+    with views.viewed_core(request.param) as mounted:
         yield mounted
-
-
-@contextmanager
-def environment(lower: Path) -> Iterator[Environment]:
-    """An overlay as envlet makes one."""
-    top = Path(tempfile.mkdtemp(prefix="weefs-env-"))
-    try:
-        made = Environment(top / "root", top / "upper", lower)
-        for path in (made.root, made.upper, top / "work"):
-            path.mkdir()
-        overlay.copy_metadata(lower, made.upper)
-        overlay.mount(lower, made.upper, top / "work", made.root)
-        try:
-            yield made
-        finally:
-            overlay.unmount(made.root)
-    finally:
-        shutil.rmtree(top)
-
-
-@contextmanager
-def environment_of(mounted: MountedCore, *stack: Layer) -> Iterator[Environment]:
-    slot, lower = mounted.add_plan([encode_layer(layer) for layer in stack])
-    try:
-        with environment(lower) as made:
-            yield made
-    finally:
-        mounted.core.remove_plan(slot)
 
 
 def shown(root: Path, path: str) -> Row:
@@ -127,7 +90,7 @@ def readable(rows: dict[bytes, Row]) -> dict[bytes, Row]:
     return {path: attrs.evolve(row, nlink=0, group=()) for path, row in rows.items()}
 
 
-def test_generated_stacks_read_the_same_through_an_overlay(mounted: MountedCore) -> None:
+def test_generated_stacks_read_the_same_through_an_overlay(mounted: ViewedCore) -> None:
     compared: list[int] = []
 
     @given(layer_stacks(extractable=True))
@@ -136,7 +99,7 @@ def test_generated_stacks_read_the_same_through_an_overlay(mounted: MountedCore)
             View(open_layers([encode_layer(layer) for layer in stack]))
         except PlanRefused:
             return
-        with environment_of(mounted, *stack) as env:
+        with mounted.environment_of(*stack) as env:
             through, below = readable(tree_rows(env.root)), readable(tree_rows(env.lower))
             root = below.pop(b""), through.pop(b"")
             assert root[0].mode == root[1].mode
@@ -149,8 +112,8 @@ def test_generated_stacks_read_the_same_through_an_overlay(mounted: MountedCore)
 
 
 @pytest.mark.parametrize("path", FILES + SPECIAL + ["d", "d/sub"])
-def test_chmod_and_chown_copy_up_everything_else(mounted: MountedCore, path: str) -> None:
-    with environment_of(mounted, KINDS) as env:
+def test_chmod_and_chown_copy_up_everything_else(mounted: ViewedCore, path: str) -> None:
+    with mounted.environment_of(KINDS) as env:
         before = readable(tree_rows(env.root))[os.fsencode(path)]
         os.chown(env.root / path, 77, 88, follow_symlinks=False)
         expected = attrs.evolve(before, uid=77, gid=88)
@@ -165,8 +128,8 @@ def test_chmod_and_chown_copy_up_everything_else(mounted: MountedCore, path: str
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_writing_copies_up_contents_and_metadata(mounted: MountedCore, path: str) -> None:
-    with environment_of(mounted, KINDS) as env:
+def test_writing_copies_up_contents_and_metadata(mounted: ViewedCore, path: str) -> None:
+    with mounted.environment_of(KINDS) as env:
         before = shown(env.root, path)
         with open(env.root / path, "ab") as appended:
             appended.write(b"more")
@@ -180,16 +143,16 @@ def test_writing_copies_up_contents_and_metadata(mounted: MountedCore, path: str
 
 
 @pytest.mark.parametrize("size", [0, 5, 100_001, 400_000])
-def test_truncating_copies_up_what_is_left(mounted: MountedCore, size: int) -> None:
-    with environment_of(mounted, KINDS) as env:
+def test_truncating_copies_up_what_is_left(mounted: ViewedCore, size: int) -> None:
+    with mounted.environment_of(KINDS) as env:
         os.truncate(env.root / "d/big", size)
         assert (env.root / "d/big").read_bytes() == BIG[:size] + bytes(max(0, size - len(BIG)))
         assert (env.lower / "d/big").read_bytes() == BIG
 
 
 @pytest.mark.parametrize("path", FILES + SPECIAL)
-def test_renaming_keeps_everything(mounted: MountedCore, path: str) -> None:
-    with environment_of(mounted, KINDS) as env:
+def test_renaming_keeps_everything(mounted: ViewedCore, path: str) -> None:
+    with mounted.environment_of(KINDS) as env:
         before = shown(env.root, path)
         os.rename(env.root / path, env.root / "moved")
         rows = tree_rows(env.root)
@@ -199,8 +162,8 @@ def test_renaming_keeps_everything(mounted: MountedCore, path: str) -> None:
         assert stat.S_ISCHR(os.lstat(env.upper / path).st_mode)
 
 
-def test_renaming_a_directory_of_the_plan_is_left_to_mv(mounted: MountedCore) -> None:
-    with environment_of(mounted, KINDS) as env:
+def test_renaming_a_directory_of_the_plan_is_left_to_mv(mounted: ViewedCore) -> None:
+    with mounted.environment_of(KINDS) as env:
         with pytest.raises(OSError, match="cross-device") as caught:
             os.rename(env.root / "d", env.root / "e")
         assert caught.value.errno == errno.EXDEV
@@ -210,8 +173,8 @@ def test_renaming_a_directory_of_the_plan_is_left_to_mv(mounted: MountedCore) ->
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_links_and_attributes_copy_up(mounted: MountedCore, path: str) -> None:
-    with environment_of(mounted, KINDS) as env:
+def test_links_and_attributes_copy_up(mounted: ViewedCore, path: str) -> None:
+    with mounted.environment_of(KINDS) as env:
         before = shown(env.root, path)
         os.link(env.root / path, env.root / "second")
         os.setxattr(env.root / path, "user.new", b"v")
@@ -233,8 +196,8 @@ def test_links_and_attributes_copy_up(mounted: MountedCore, path: str) -> None:
         assert (after.nlink, after.content, after.uid, after.gid) == (1, before.content, before.uid, before.gid)
 
 
-def test_removing_and_making_again(mounted: MountedCore) -> None:
-    with environment_of(mounted, KINDS) as env:
+def test_removing_and_making_again(mounted: ViewedCore) -> None:
+    with mounted.environment_of(KINDS) as env:
         shutil.rmtree(env.root / "d/sub")
         (env.root / "d/sub").mkdir()
         assert os.listdir(env.root / "d/sub") == []
@@ -244,8 +207,8 @@ def test_removing_and_making_again(mounted: MountedCore) -> None:
         assert (env.lower / "d/sub/f").read_bytes() == b"below"
 
 
-def test_one_name_of_a_linked_file_is_copied_up_alone(mounted: MountedCore) -> None:
-    with environment_of(mounted, [file(b"a"), link(b"b", b"a")]) as env:
+def test_one_name_of_a_linked_file_is_copied_up_alone(mounted: ViewedCore) -> None:
+    with mounted.environment_of([file(b"a"), link(b"b", b"a")]) as env:
         (env.root / "a").write_bytes(b"changed")
         assert (env.root / "b").read_bytes() == b"data"
 
@@ -268,7 +231,7 @@ INSTRUCTIONS: dict[bytes, bytes] = {
 
 @pytest.mark.parametrize("name", INSTRUCTIONS)
 @pytest.mark.parametrize("prefix", [b"trusted.overlay.", b"user.overlay."])
-def test_attributes_of_a_layer_never_act_on_the_overlay(mounted: MountedCore, prefix: bytes, name: bytes) -> None:
+def test_attributes_of_a_layer_never_act_on_the_overlay(mounted: ViewedCore, prefix: bytes, name: bytes) -> None:
     xattrs = {prefix + name: INSTRUCTIONS[name]}
     base: Layer = [
         directory(b"d"),
@@ -286,7 +249,7 @@ def test_attributes_of_a_layer_never_act_on_the_overlay(mounted: MountedCore, pr
         file(b"d/empty", b"", xattrs=xattrs),
         file(b"e", b"", xattrs=xattrs),
     ]
-    with environment_of(mounted, base, top) as env:
+    with mounted.environment_of(base, top) as env:
         rows = tree_rows(env.root)
         assert set(rows) == {
             b"", b"d", b"d/below", b"d/own", b"d/own/f", b"d/file", b"d/empty", b"e", b"secret", b"secret/s",
@@ -304,9 +267,9 @@ def test_attributes_of_a_layer_never_act_on_the_overlay(mounted: MountedCore, pr
         assert sorted(os.listdir(env.root / "d/own")) == ["f", "new"]
 
 
-def test_attributes_are_escaped_in_the_plans_directory(mounted: MountedCore) -> None:
+def test_attributes_are_escaped_in_the_plans_directory(mounted: ViewedCore) -> None:
     xattrs = {b"trusted.overlay.opaque": b"y", b"trusted.overlay.overlay.opaque": b"z", b"user.overlay.opaque": b"u"}
-    with environment_of(mounted, [directory(b"d", xattrs=xattrs)]) as env:
+    with mounted.environment_of([directory(b"d", xattrs=xattrs)]) as env:
         assert dict(shown(env.lower, "d").xattrs) == {
             b"trusted.overlay.overlay.opaque": b"y",
             b"trusted.overlay.overlay.overlay.opaque": b"z",
@@ -320,10 +283,10 @@ def test_attributes_are_escaped_in_the_plans_directory(mounted: MountedCore) -> 
 # Sharing, and what programs do with files
 
 
-def test_two_environments_share_one_page_cache(mounted: MountedCore) -> None:
+def test_two_environments_share_one_page_cache(mounted: ViewedCore) -> None:
     shared = mounted.add_layer(encode_layer([file(b"big", BIG), directory(b"d"), file(b"d/small", b"small")]))
     plans = [mounted.add_plan_of([shared, mounted.add_layer(encode_layer([file(name)]))]) for name in (b"one", b"two")]
-    with environment(plans[0][1]) as first, environment(plans[1][1]) as second:
+    with mounted.environment(plans[0][1]) as first, mounted.environment(plans[1][1]) as second:
         assert (first.root / "big").read_bytes() == BIG
         assert (first.root / "d/small").read_bytes() == b"small"
         before = mounted.core.statistics()["requests_read"]
@@ -331,22 +294,22 @@ def test_two_environments_share_one_page_cache(mounted: MountedCore) -> None:
         assert (second.root / "d/small").read_bytes() == b"small"
         assert mapped(second.root / "big") == BIG
         assert mounted.core.statistics()["requests_read"] == before
-    for slot, _ in plans:
-        mounted.core.remove_plan(slot)
+    for _, path in plans:
+        mounted.remove_plan(path)
 
 
-def test_programs_run_from_a_plan(mounted: MountedCore) -> None:
+def test_programs_run_from_a_plan(mounted: ViewedCore) -> None:
     layer = [directory(b"bin"), file(b"bin/busybox", BUSYBOX.read_bytes(), 0o755), symlink(b"bin/sh", b"busybox")]
-    with environment_of(mounted, layer) as env:
+    with mounted.environment_of(layer) as env:
         command = ["chroot", str(env.root), "/bin/sh", "-c", "echo run; /bin/busybox sha256sum /bin/busybox"]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
         digest = subprocess.run(["sha256sum", BUSYBOX], check=True, capture_output=True, text=True).stdout.split()[0]
         assert output == ["run", digest, "/bin/busybox"]
 
 
-def test_locks(mounted: MountedCore) -> None:
+def test_locks(mounted: ViewedCore) -> None:
     with (
-        environment_of(mounted, [file(b"f")]) as env,
+        mounted.environment_of([file(b"f")]) as env,
         open(env.root / "f", "rb") as one,
         open(env.root / "f", "rb") as two,
     ):
@@ -358,15 +321,15 @@ def test_locks(mounted: MountedCore) -> None:
         fcntl.lockf(two, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
-def test_open_files_survive_copy_up_and_removal(mounted: MountedCore) -> None:
-    with environment_of(mounted, [file(b"f", BIG)]) as env, open(env.root / "f", "rb") as opened:
+def test_open_files_survive_copy_up_and_removal(mounted: ViewedCore) -> None:
+    with mounted.environment_of([file(b"f", BIG)]) as env, open(env.root / "f", "rb") as opened:
         assert opened.read(10) == BIG[:10]
         os.unlink(env.root / "f")
         assert opened.read() == BIG[10:]
 
 
-def test_private_mappings_are_written_in_memory_only(mounted: MountedCore) -> None:
-    with environment_of(mounted, [file(b"f", BIG)]) as env:
+def test_private_mappings_are_written_in_memory_only(mounted: ViewedCore) -> None:
+    with mounted.environment_of([file(b"f", BIG)]) as env:
         assert mapped(env.root / "f", "mapped[5:10] = b'12345'") == BIG[:5] + b"12345" + BIG[10:]
         assert (env.root / "f").read_bytes() == BIG
 
@@ -381,9 +344,9 @@ def file_handle(path: Path) -> bytes:
     return buffer.raw[4 : 8 + int.from_bytes(buffer.raw[:4], "little")]
 
 
-def test_file_handles_open_the_file_that_they_were_made_of(mounted: MountedCore) -> None:
+def test_file_handles_open_the_file_that_they_were_made_of(mounted: ViewedCore) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    with environment_of(mounted, [file(b"f", BIG), file(b"g")]) as env:
+    with mounted.environment_of([file(b"f", BIG), file(b"g")]) as env:
         handles = {name: file_handle(env.lower / name) for name in ("f", "g")}
         assert handles["f"] != handles["g"]
         for name, handle in handles.items():
@@ -396,18 +359,18 @@ def test_file_handles_open_the_file_that_they_were_made_of(mounted: MountedCore)
                 assert opened.read() == (env.root / name).read_bytes()
 
 
-def test_statfs_is_answered_at_both(mounted: MountedCore) -> None:
-    with environment_of(mounted, [file(b"f")]) as env:
+def test_statfs_is_answered_at_both(mounted: ViewedCore) -> None:
+    with mounted.environment_of([file(b"f")]) as env:
         assert os.statvfs(env.lower).f_namemax == 255
         assert os.statvfs(env.root).f_namemax == 255
 
 
-def test_an_environment_is_one_device_and_a_linked_file_one_number(mounted: MountedCore) -> None:
+def test_an_environment_is_one_device_and_a_linked_file_one_number(mounted: ViewedCore) -> None:
     """`xino=on`, which needs node ids that leave the highest bits free: for files, and for directories of every
     kind.
     """
     upper = [directory(b"d", 0o700), file(b"d/new", b"1"), directory(b"only/here", 0o755)]
-    with environment_of(mounted, KINDS, upper) as env:
+    with mounted.environment_of(KINDS, upper) as env:
         status = {path: os.lstat(env.root / path) for path in ("d", "d/big", "d/new", "only", "only/here")}
         assert len({one.st_dev for one in status.values()}) == 1
         assert len({one.st_ino for one in status.values()}) == len(status)

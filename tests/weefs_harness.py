@@ -4,6 +4,7 @@ tree looks like.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import select
 import shutil
@@ -45,6 +46,15 @@ class Row:
     group: tuple[bytes, ...] = ()
 
 
+@attrs.frozen
+class AddedPlan:
+    """A plan in the mount."""
+
+    slot: core.PlanSlot
+    info: core.PlanInfo
+    layers: tuple[core.LayerSlot, ...]
+
+
 Answer = Callable[[bytes, core.Miss], bytes | int]
 """What a fetch of a chunk brings: its bytes, given the blob; or an errno."""
 
@@ -66,6 +76,9 @@ class MountedCore:
         self.rejected: list[str] = []
         self.fetched: list[core.Miss] = []
         self._blobs: dict[core.LayerSlot, bytes] = {}
+        self.tocs: dict[core.LayerSlot, tuple[str, bytes]] = {}
+        """Name and raw TOC of each layer."""
+        self.plans: dict[Path, AddedPlan] = {}
         self._stop_read, self._stop_write = os.pipe()
         self._plans = 0
         descriptors = core.mount(self.mountpoint, source="weefs-test", threads=threads)
@@ -85,12 +98,14 @@ class MountedCore:
         (directory / "toc").write_bytes(toc)
         fds = [os.open(directory / "toc", os.O_RDONLY)]
         fds += [os.open(directory / name, os.O_RDWR | os.O_CREAT) for name in ("data", "map")]
+        name = hashlib.sha256(toc).hexdigest()[:32]
         try:
-            slot = self.core.add_layer(fds[0], len(toc), fds[1], fds[2], boot_id())
+            slot = self.core.add_layer(fds[0], len(toc), fds[1], fds[2], boot_id(), name=name)
         finally:
             for fd in fds:
                 os.close(fd)
         self._blobs[slot] = blob
+        self.tocs[slot] = (name, toc)
         return slot
 
     def add_plan(self, blobs: Sequence[bytes]) -> tuple[core.PlanSlot, Path]:
@@ -100,7 +115,8 @@ class MountedCore:
     def add_plan_of(self, slots: Sequence[core.LayerSlot]) -> tuple[core.PlanSlot, Path]:
         self._plans += 1
         name = f"plan{self._plans}"
-        slot, _info = self.core.add_plan(name, slots)
+        slot, info = self.core.add_plan(name, slots)
+        self.plans[self.mountpoint / name] = AddedPlan(slot, info, tuple(slots))
         return slot, self.mountpoint / name
 
     def _serve(self) -> None:

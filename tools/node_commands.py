@@ -23,6 +23,7 @@ def register(commands: Any) -> None:
     serve = sub.add_parser("serve", help="run the daemon in the foreground; `envlet` is the same")
     serve.add_argument("--config", type=Path, metavar="FILE", help="TOML; its keys: docs/node.md")
     serve.add_argument("--successor", type=int, metavar="FD", help=argparse.SUPPRESS)
+    serve.add_argument("--view", choices=settings.VIEWS, help="how roots are shown (docs/views.md; default: the file's, or auto)")
     serve.set_defaults(run=run_serve)
 
     restart = sub.add_parser(
@@ -59,6 +60,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
     if os.geteuid() != 0:
         raise exits.CommandError("the daemon mounts and makes cgroups: expected root")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    if arguments.view is not None:
+        chosen = attrs.evolve(chosen, view=arguments.view)
     config = NodeConfig(
         state_dir=chosen.state_dir.absolute(),
         run_dir=chosen.run_dir.absolute(),
@@ -68,6 +71,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         cpu=chosen.cpu,
         memory_bytes=chosen.memory,
         pids=chosen.pids,
+        view=chosen.view,
         host_network=chosen.host_network,
         environments_max=chosen.environments_max,
     )
@@ -155,6 +159,7 @@ def run_info(arguments: argparse.Namespace) -> int:
     fetched, stored = sum(layer["bytes"] for layer in layers), sum(layer["stored_bytes"] for layer in layers)
     print(f"version       {info['version']}")
     print(f"runtime       {info['runtime']}, cgroups {info['cgroups']}")
+    print(f"view          {info['view']} ({info['view_reason']})")
     print(f"environments  {states} (at most {info['environments_max']})")
     print(f"plans         {plane['plans']}, layers {len(layers)}")
     print(f"fetched       {output.size(fetched)} of {output.size(stored)} ({output.share(fetched, stored)})")

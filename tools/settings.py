@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
@@ -91,6 +91,7 @@ class NodeSettings:
     pids: int = 1024
     fuse_threads: int = 4
     chunk_deadline_s: float = 30.0
+    view: Literal["auto", "kernel", "merged"] = "auto"
     host_network: bool = False
     environments_max: int = 1024
     starting_max: int | None = None
@@ -105,6 +106,7 @@ class NodeSettings:
         return self.cache_dir or self.state_dir / "cache"
 
 
+VIEWS = ("auto", "kernel", "merged")
 _PATHS = {"state_dir", "run_dir", "socket", "cache_dir"}
 
 
@@ -119,7 +121,7 @@ def _value(name: str, value: Any, path: Path) -> Any:
         return output.parse_size(value)
     expected: tuple[type, ...] = (
         (str,)
-        if name in ("runtime", "cgroup_parent")
+        if name in ("runtime", "cgroup_parent", "view")
         else (int, float)
         if name in ("cpu", "chunk_deadline_s")
         else (bool,)
@@ -129,6 +131,8 @@ def _value(name: str, value: Any, path: Path) -> Any:
     if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
         wanted = " or ".join(kind.__name__ for kind in expected) if name not in _PATHS else "a path"
         raise exits.CommandError(f"{path}: {name}: expected {wanted}, received {value!r}", exits.USAGE)
+    if name == "view" and value not in VIEWS:
+        raise exits.CommandError(f"{path}: view: expected one of {', '.join(VIEWS)}, received {value!r}", exits.USAGE)
     return value
 
 

@@ -6,6 +6,7 @@
         toc                             the raw TOC, mapped by the C core
         data                            the logical stream, sparse
         map                             header and bitmap of the chunks that are present
+    <cache>/erofs/                      images of metadata: weefs/images.py
 
 A layer's directory is made under another name and renamed when its TOC is verified, so that one that is there is whole.
 Everything in it can be had again: deleting a directory while nothing serves from the cache costs its transfer and
@@ -135,6 +136,10 @@ class CacheDirectory:
             (fresh / name).touch()
         shutil.rmtree(final, ignore_errors=True)
         fresh.rename(final)
+
+    def toc_path(self, digest: str) -> Path:
+        """Where the raw TOC of a layer is."""
+        return self.path / "layers" / directory_name(digest) / "toc"
 
     def open_files(self, digest: str) -> tuple[int, int, int]:
         """Descriptors of toc (read only), data and map; the caller closes them."""

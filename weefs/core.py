@@ -98,6 +98,8 @@ class PlanInfo:
     content_size: int
     merged_dirs: int
     plan_specific: int
+    not_stackable: str
+    """Why overlayfs, given images of the layers, would show something else; empty: it shows the same."""
 
 
 @attrs.frozen
@@ -283,7 +285,8 @@ class Core:
         if added < 0 and place is None:
             self.release_plan(at)
         _check(added, error, f"plan {name}")
-        return PlanSlot(at.slot), PlanInfo(info.entries, info.content_size, info.merged_dirs, info.plan_specific)
+        reason = ffi.string(info.not_stackable).decode()
+        return PlanSlot(at.slot), PlanInfo(info.entries, info.content_size, info.merged_dirs, info.plan_specific, reason)
 
     def remove_plan(self, plan: PlanSlot) -> None:
         _check(lib.weefs_remove_plan(self._weefs, plan), None, f"plan {plan}")

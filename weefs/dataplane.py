@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import attrs
+import msgspec
 import zstandard
 
 from layerformat import FormatError, decode_footer, restore_toc
@@ -26,6 +28,7 @@ from weefs.core import Core, CoreError, LayerSlot, Place, PlanInfo, PlanSlot, ch
 from weefs.core import CoreFault as CoreFault
 from weefs.errors import LayerRefused, WeefsError
 from weefs.fetch import Fetcher, FetchPolicy, LayerSource, LayerTraffic, in_thread, read_patiently
+from weefs.images import Images, layer_name
 from weefs.journal import Journal, LayerAdded, LayerClosed, PlanAdded, PlanRemoved
 from weefs.log import say
 from weefs.protocol import FaultEvent, Layer, Plan
@@ -51,6 +54,7 @@ class _Served:
     layer: Layer
     place: Place
     traffic: LayerTraffic
+    toc_digest: str
     users: int = 0
     closing: bool = False
 
@@ -134,6 +138,8 @@ class DataPlane:
         self._layers: dict[str, _Served] = {}
         self._by_slot: dict[LayerSlot, _Served] = {}
         self._plans: dict[str, _ServedPlan] = {}
+        self._images = Images(cache.path)
+        self._plan_images: dict[str, list[Path]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -153,8 +159,9 @@ class DataPlane:
 
     # ---- plans ----
 
-    async def add_plan(self, layers: Sequence[Layer]) -> Plan:
-        """Adds the layers, base first, and their plan; what is known already costs nothing.
+    async def add_plan(self, layers: Sequence[Layer], *, images: bool = False, stacked: bool = False) -> Plan:
+        """Adds the layers, base first, and their plan; what is known already costs nothing. `images`: also its EROFS image, or those of its
+        layers if they may be `stacked` and show the plan; where they cannot be made, there are none and `images_refused` says why.
 
         Errors: the registry's, LayerRefused, CoreError.
         """
@@ -169,7 +176,8 @@ class DataPlane:
                 except BaseException:
                     self._give_back(taken)
                     raise
-            return self._shown(name)
+            paths, refused = await self._make_images(name, stacked) if images else ([], "")
+            return msgspec.structs.replace(self._shown(name), images=[str(path) for path in paths], images_refused=refused)
 
     async def _add_plan(self, name: str, layers: list[_Served]) -> _ServedPlan:
         place = self._core.reserve_plan()
@@ -192,6 +200,24 @@ class DataPlane:
             self._journal.append(PlanRemoved(slot=place.slot, generation=place.generation, plan_id=name))
             self._journal.told(name)
 
+    async def _make_images(self, name: str, stacked: bool) -> tuple[list[Path], str]:
+        """The paths of the images, base first; or none, and why. Under the plan's lock."""
+        plan = self._plans[name]
+        digests = [served.toc_digest for served in plan.layers]
+        try:
+            if not stacked or plan.info.not_stackable or len(set(digests)) < len(digests):
+                write = functools.partial(self._core.write_plan_image, PlanSlot(plan.place.slot))
+                paths = [(await self._images.of_plan(name, write)).path]
+            else:
+                tocs = [self._cache.toc_path(served.layer.digest) for served in plan.layers]
+                made = [self._images.of_layer(digest, toc) for digest, toc in zip(digests, tocs, strict=True)]
+                paths = [image.path for image in await asyncio.gather(*made)]
+        except OSError as error:  # of the core: what an image cannot hold; of the disk: what it has no room for
+            return [], error.strerror or str(error)
+        self._plan_images[name] = paths
+        await asyncio.to_thread(self._images.shrink, {path for used in self._plan_images.values() for path in used})
+        return paths, ""
+
     async def remove_plan(self, name: str) -> None:
         """Its directory is gone; what is still open of it is stale, or an open file, which is read on. Unknown names are an error."""
         async with self._lock(f"plan {name}"):
@@ -201,6 +227,7 @@ class DataPlane:
             place = found.place
             self._journal.append(PlanRemoved(slot=place.slot, generation=place.generation, plan_id=name))
             del self._plans[name]
+            self._plan_images.pop(name, None)
             try:
                 await in_thread(self._core.remove_plan, PlanSlot(place.slot))
                 self._journal.told(name)
@@ -312,14 +339,15 @@ class DataPlane:
             record = await self._fetch_toc(layer, source)
         fds = self._cache.open_files(layer.digest)
         try:
-            await in_thread(self._core.add_layer, fds[0], record.toc_size_bytes, fds[1], fds[2], boot_id(), place=place)
+            add = functools.partial(self._core.add_layer, name=layer_name(record.toc_digest), place=place)
+            await in_thread(add, fds[0], record.toc_size_bytes, fds[1], fds[2], boot_id())
         except CoreError as error:
             raise LayerRefused(f"layer {layer.digest}: {error.strerror}") from error
         finally:
             for fd in fds:
                 os.close(fd)
         self._fetcher.add_source(LayerSlot(place.slot), source)
-        return _Served(layer, place, source.traffic)
+        return _Served(layer, place, source.traffic, record.toc_digest)
 
     def _close_idle(self) -> None:
         """Begins to close what no plan, reader and open file keeps."""
@@ -437,7 +465,8 @@ class DataPlane:
                 "content_bytes": info.content_size,
                 "entries": info.dirents,
             }
-        return {"fuse": self._core.statistics(), "plans": len(self._plans), "layers": layers}
+        images = self._images.statistics()
+        return {"fuse": self._core.statistics(), "plans": len(self._plans), "layers": layers, "images": images}
 
 
 def _cgroup_of(pid: int) -> str:

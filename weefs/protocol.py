@@ -55,6 +55,8 @@ class AddPlan(msgspec.Struct, frozen=True, tag="add_plan", tag_field="method", k
     layers: list[Layer]
     images: bool = False
     """Whether EROFS images of the plan's metadata are wanted too (the kernel view)."""
+    stacked: bool = False
+    """Whether these may be several, one for each layer, where a stack of them shows the plan; else it is one for the plan."""
 
 
 class RemovePlan(msgspec.Struct, frozen=True, tag="remove_plan", tag_field="method", kw_only=True):
@@ -92,6 +94,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Absolute paths of EROFS images whose stack, base first, shows the plan; file contents are redirected to `objects` below the
     mount. Empty unless asked for.
     """
+    images_refused: str = ""
+    """Why there are none although they were asked for: one sentence."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):

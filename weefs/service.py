@@ -132,8 +132,8 @@ class Service:
 
     async def _call(self, request: protocol.Request) -> Any:
         match request:
-            case protocol.AddPlan(layers=layers):
-                return await self._plane.add_plan(layers)
+            case protocol.AddPlan(layers=layers, images=images, stacked=stacked):
+                return await self._plane.add_plan(layers, images=images, stacked=stacked)
             case protocol.RemovePlan(plan_id=plan_id):
                 return await self._plane.remove_plan(plan_id)
             case protocol.GetStatistics():
