@@ -46,6 +46,12 @@ class Row:
     group: tuple[bytes, ...] = ()
 
 
+def toc_of(blob: bytes) -> bytes:
+    """The raw TOC of a layer file."""
+    footer = decode_footer(blob[-FOOTER_SIZE:], blob_size=len(blob))
+    return restore_toc(blob[footer.toc_offset : footer.toc_offset + footer.toc_stored_size], footer.toc_raw_size)
+
+
 @attrs.frozen
 class AddedPlan:
     """A plan in the mount."""
@@ -92,9 +98,7 @@ class MountedCore:
         """Adds a layer file's bytes; its cache goes below `directory`, or a new one."""
         if directory is None:
             directory = Path(tempfile.mkdtemp(dir=self.directory))
-        footer = decode_footer(blob[-FOOTER_SIZE:], blob_size=len(blob))
-        stored = blob[footer.toc_offset : footer.toc_offset + footer.toc_stored_size]
-        toc = restore_toc(stored, footer.toc_raw_size)
+        toc = toc_of(blob)
         (directory / "toc").write_bytes(toc)
         fds = [os.open(directory / "toc", os.O_RDONLY)]
         fds += [os.open(directory / name, os.O_RDWR | os.O_CREAT) for name in ("data", "map")]
