@@ -7,7 +7,7 @@ import random
 import stat
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -85,9 +85,9 @@ class Overlay:
             overlay.unmount(self.top / str(number) / "root")
 
 
-def take_diff(upper: Path, lower: Path) -> bytes:
+def take_diff(upper: Path, lower: Path, root: Path | None = None) -> bytes:
     out = BytesIO()
-    write_diff(walk_changes(upper, lower), out)
+    write_diff(walk_changes(upper, lower, root=root), out)
     return out.getvalue()
 
 
@@ -114,13 +114,13 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def mutate(root: Path, rng: random.Random, steps: int) -> None:
+def mutate(root: Path, rng: random.Random, steps: int, operations: Sequence[str] = OPERATIONS) -> None:
     """Random operations on a tree, those that the kernel refuses left out."""
     base = os.fsencode(root)
 
     def some_directory() -> bytes:
         found = [directory for directory, _, _ in os.walk(base)]
-        return rng.choice([path for path in found if path.count(b"/") - base.count(b"/") < 5])
+        return rng.choice(sorted(path for path in found if path.count(b"/") - base.count(b"/") < 5))
 
     def some_entry() -> bytes | None:
         found = [os.path.join(directory, name) for directory, dirs, files in os.walk(base) for name in sorted(dirs + files)]
@@ -135,7 +135,7 @@ def mutate(root: Path, rng: random.Random, steps: int) -> None:
             os.unlink(path)
 
     for _ in range(steps):
-        operation = rng.choice(OPERATIONS)
+        operation = rng.choice(operations)
         target = os.path.join(some_directory(), rng.choice(NAMES))
         existing = some_entry()
         try:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -92,14 +92,15 @@ class ViewedCore:
         return path
 
     @contextmanager
-    def environment(self, lower: Path) -> Iterator[Environment]:
-        """An overlay as envlet makes one."""
+    def environment(self, lower: Path, prepare: Callable[[Path], object] = lambda upper: None) -> Iterator[Environment]:
+        """An overlay as envlet makes one; its upper directory is prepared before the mount."""
         top = Path(tempfile.mkdtemp(prefix="weefs-env-"))
         try:
             made = Environment(top / "root", top / "upper", lower)
             for path in (made.root, made.upper, top / "work"):
                 path.mkdir()
             overlay.copy_metadata(lower, made.upper)
+            prepare(made.upper)
             self.kernel_view.mount(self.plan(lower), made.upper, top / "work", made.root)
             try:
                 yield made
