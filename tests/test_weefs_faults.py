@@ -239,10 +239,10 @@ def test_a_removed_plan_is_gone_and_a_new_one_may_take_its_name(mounted: Mounted
     for _ in range(20):
         for layer, data in ((one, b"one" * 2000), (two, b"two" * 2000)):
             slot, _info = mounted.core.add_plan("plan", [layer])
-            assert os.listdir(mounted.mountpoint) == ["plan"]
+            assert os.listdir(mounted.mountpoint) == ["objects", "plan"]
             assert (mounted.mountpoint / "plan/f").read_bytes() == data
             mounted.core.remove_plan(slot)
-            assert os.listdir(mounted.mountpoint) == []
+            assert os.listdir(mounted.mountpoint) == ["objects"]
             with pytest.raises(FileNotFoundError):
                 (mounted.mountpoint / "plan/f").read_bytes()
 
