@@ -457,7 +457,12 @@ class DataPlane:
         """
         layers = {}
         for digest, served in self._layers.items():
-            info = self._core.layer_info(served.slot)
+            try:
+                info = self._core.layer_info(served.slot)
+            except CoreError:
+                if not served.closing:
+                    raise
+                continue  # closed a moment ago
             layers[digest] = attrs.asdict(served.traffic) | {
                 "present_bytes": info.present_stored,
                 "stored_bytes": info.blob_size,
