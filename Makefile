@@ -46,7 +46,7 @@ lint: setup
 fuzz: setup
 	$(BIN)/python -m tools.fuzz_corpus build/fuzz/corpus
 	clang -g -O1 -std=gnu11 -D_GNU_SOURCE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -o build/fuzz/fuzz_toc \
-		csrc/fuzz_toc.c csrc/toc.c csrc/plan.c
+		csrc/fuzz_toc.c csrc/toc.c csrc/plan.c csrc/super.c csrc/objects.c csrc/tree.c csrc/erofs.c
 	build/fuzz/fuzz_toc -max_total_time=$(FUZZ_SECONDS) -max_len=65536 -timeout=10 -print_final_stats=1 \
 		-artifact_prefix=build/fuzz/ build/fuzz/corpus
 

@@ -1,9 +1,12 @@
 /* Fuzzing: hostile bytes as a TOC. What the validator accepts must then be safe to use: every name is looked up,
- * every directory listed, and the layer merged over itself, with nothing but the guarantees of toc.h. */
+ * every directory listed, the layer merged over itself and written as an image, with nothing but the guarantees of toc.h. */
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
+#include "erofs.h"
 #include "plan.h"
 #include "toc.h"
 
@@ -30,6 +33,20 @@ static void use(const struct toc *toc)
 	(void)sink;
 }
 
+/* An image that is written is whole; what is refused is refused by errno. */
+static void write_image(const uint8_t *toc, uint64_t size)
+{
+	static const char name[] = "0123456789abcdef0123456789abcdef";
+	struct weefs_image_info info;
+	struct weefs_error error;
+	int fd = memfd_create("image", MFD_CLOEXEC);
+
+	assert(fd >= 0);
+	if (weefs_write_layer_image(toc, size, name, fd, &info, &error) == 0)
+		assert(weefs_check_image(fd, name, &error) == 0 && lseek(fd, 0, SEEK_END) == (off_t)info.size);
+	close(fd);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
 	uint8_t *aligned = malloc(size ? size : 1); /* exactly as large, so that a read beyond is seen */
@@ -42,6 +59,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 		struct plan *plan = NULL;
 
 		use(&toc);
+		write_image(aligned, size);
 		if (plan_build("fuzz", 1, layers, 1, &plan, &error) == 0)
 			plan_free(plan);
 		if (plan_build("fuzz", 1, layers, 2, &plan, &error) == 0)

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import stat
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -287,8 +288,19 @@ def with_directories(layer: Layer) -> Layer:
     return [*layer, *(directory(path, 0o751, mtime_ns=5) for path in sorted(implicit))]
 
 
+ACL = struct.pack("<I", 2) + b"".join(
+    struct.pack("<HHI", tag, rights, who)
+    for tag, rights, who in ((1, 6, 2**32 - 1), (2, 4, 1000), (4, 4, 2**32 - 1), (16, 4, 2**32 - 1), (32, 0, 2**32 - 1))
+)
+"""user::rw-, user:1000:r--, group::r--, mask::r--, other::---"""
 NAMED = {
     "kinds": KINDS,
+    "acl": [
+        [
+            directory(b"d", 0o640, xattrs={b"system.posix_acl_access": ACL, b"system.posix_acl_default": ACL}),
+            file(b"d/f", mode=0o640, xattrs={b"system.posix_acl_access": ACL}),
+        ]
+    ],
     "links over layers": LINKS_OVER_LAYERS,
     "opaque": OPAQUE,
     "replaced": [REPLACED[0], REPLACED[1], [directory(b"a"), file(b"a/z"), directory(b"b"), directory(b"b/y"), file(b"b/y/z")]],
@@ -307,7 +319,7 @@ NAMED = {
     "twice": [[file(b"a")], [file(b"b")], [file(b"a")]],
     "instructions": [[file(b"a", xattrs={b"trusted.overlay.metacopy": b"", b"trusted.overlay.redirect": b"/b"}), file(b"b", b"other")]],
 }
-STACKED = {"kinds", "opaque", "replaced", "empty", "empty above", "whiteout in opaque", "instructions", "retyped"}
+STACKED = {"kinds", "acl", "opaque", "replaced", "empty", "empty above", "whiteout in opaque", "instructions", "retyped"}
 
 
 @pytest.mark.parametrize("name", NAMED)
