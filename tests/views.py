@@ -81,12 +81,12 @@ class ViewedCore:
         slot = self._mounted.plans[path].slot
         return self._image(name, lambda fd: self.core.write_plan_image(slot, name, fd))
 
-    def _image(self, name: str, write: object) -> Path:
+    def _image(self, name: str, write: Callable[[int], core.ImageInfo]) -> Path:
         path = self.images / f"{name}.erofs"
         if not path.exists():
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                write(fd)  # type: ignore[operator]
+                write(fd)
             finally:
                 os.close(fd)
         return path

@@ -1,12 +1,13 @@
 """The EROFS images of a cache: metadata of layers and plans, for kernels that stack them themselves (docs/views.md).
 
     <cache>/erofs/<version>-<digest of the TOC, hex>.erofs      a layer
-    <cache>/erofs/<version>-plan-<plan id>.erofs                a plan that a stack of its layers cannot say
+    <cache>/erofs/<version>-plan-<plan id>.erofs                a plan, in one
+    <cache>/erofs/boot                                          the boot in which they were written
 
 An image is a function of its TOCs and of the writer's version, so its name says what is in it. It is written under another name and
 renamed; it is not synced, because it can be written again: at each use its first block (with its checksum), its size and what it is of
-are looked at, and one that is damaged is replaced. What a mount holds of a file that was removed or replaced stays valid: the kernel has
-the inode."""
+are looked at, and one that is damaged is replaced; and those of an earlier boot are not believed, because the machine may have stopped
+before their blocks were on the disk. What a mount holds of a file that was removed or replaced stays valid: the kernel has the inode."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from weakref import WeakValueDictionary
 
 import attrs
 
+from weefs.cachedir import boot_id
 from weefs.core import CoreError, DamagedError, ImageInfo, check_image, write_layer_image
 from weefs.fetch import in_thread
 
@@ -50,8 +52,14 @@ class Images:
         self._locks: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
         self._counts = {"written": 0, "damaged": 0, "refused": 0, "removed": 0}
         self._directory.mkdir(parents=True, exist_ok=True)
-        for leftover in self._directory.glob("*.new"):
-            leftover.unlink()
+        self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        boot, now = self._directory / "boot", boot_id()
+        is_of_this_boot = boot.exists() and boot.read_bytes() == now
+        for path in [*self._directory.glob("*.new"), *([] if is_of_this_boot else self._directory.glob("*.erofs"))]:
+            path.unlink()
+        boot.write_bytes(now)
 
     def statistics(self) -> dict[str, int]:
         """Counters since the start."""
