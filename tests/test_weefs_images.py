@@ -387,6 +387,23 @@ def test_metadata_costs_no_request_and_contents_are_shared(cores: list[ViewedCor
         core_.remove_plan(path)
 
 
+def test_a_layer_whose_contents_were_read_can_be_closed_with_its_plan(cores: list[ViewedCore]) -> None:
+    """The kernel remembers names below /objects for good; it is told to drop them with the last plan that has the layer."""
+    core_ = cores[1]
+    slot = core_.add_layer(encode_layer([file(b"only/here", b"contents")]))
+    plans = [core_.add_plan_of([slot])[1] for _ in range(2)]
+    for path in plans:
+        with core_.environment(path) as env:
+            assert (env.root / "only/here").read_bytes() == b"contents"
+            assert not core_.core.close_layer(slot)
+        core_.remove_plan(path)
+    # What the kernel gives back comes among other requests.
+    assert any(core_.core.close_layer(slot) or not os.listdir(core_.mounted.mountpoint) for _ in range(1000))
+    name = core_.mounted.tocs[slot][0]
+    assert name not in os.listdir(core_.mounted.mountpoint / "objects")
+    assert not os.path.lexists(core_.mounted.mountpoint / "objects" / name)
+
+
 def test_inode_numbers_are_stable_and_found(cores: list[ViewedCore]) -> None:
     for core_ in cores[:3]:
         with core_.environment_of(KINDS[0], [directory(b"d", 0o755), file(b"d/upper")]) as env:
