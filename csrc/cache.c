@@ -72,13 +72,26 @@ static int adopt_map(struct cache *cache, const uint8_t boot_id[16])
 	return r ? r : write_all(cache->map_fd, &expected, sizeof(expected), 0);
 }
 
+/* Another description of the same file, without readahead; -1 where that cannot be had. */
+static int open_random(int data_fd)
+{
+	char path[32];
+	int fd;
+
+	snprintf(path, sizeof(path), "/proc/self/fd/%d", data_fd);
+	fd = open(path, O_RDONLY | O_CLOEXEC);
+	if (fd >= 0)
+		posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
+	return fd;
+}
+
 int cache_open(struct cache *cache, const struct toc *toc, int data_fd, int map_fd, const uint8_t boot_id[16], struct weefs_error *error)
 {
 	uint64_t stream_size = toc->header->stream_size, map_size = MAP_HEADER_SIZE + ALIGN_UP(((uint64_t)toc->n_chunks + 7) / 8, 8);
 	struct stat data, map;
 	int r;
 
-	*cache = (struct cache){.toc = toc, .data_fd = -1, .map_fd = -1};
+	*cache = (struct cache){.toc = toc, .data_fd = -1, .map_fd = -1, .random_fd = -1};
 	pthread_mutex_init(&cache->lock, NULL);
 	cache->present = calloc(map_words(cache) + 1, sizeof(uint64_t));
 	if (!cache->present)
@@ -96,6 +109,7 @@ int cache_open(struct cache *cache, const struct toc *toc, int data_fd, int map_
 	cache->map_fd = cache->data_fd < 0 ? -1 : fcntl(map_fd, F_DUPFD_CLOEXEC, 0);
 	if (cache->map_fd < 0)
 		return fail(error, -errno, "cache files of the layer: %s", strerror(errno));
+	cache->random_fd = open_random(cache->data_fd);
 	r = adopt_map(cache, boot_id);
 	return r ? fail(error, r, "cache map of the layer: %s", strerror(-r)) : 0;
 }
@@ -108,9 +122,11 @@ void cache_close(struct cache *cache)
 		close(cache->map_fd);
 	if (cache->data_fd >= 0)
 		close(cache->data_fd);
+	if (cache->random_fd >= 0)
+		close(cache->random_fd);
 	free((void *)cache->present);
 	pthread_mutex_destroy(&cache->lock);
-	*cache = (struct cache){.data_fd = -1, .map_fd = -1};
+	*cache = (struct cache){.data_fd = -1, .map_fd = -1, .random_fd = -1};
 }
 
 static bool has_its_size(const struct cache *cache)
@@ -211,10 +227,17 @@ bool cache_mark(struct cache *cache, uint32_t chunk, uint32_t times_voided)
 	return written;
 }
 
-int cache_read(struct cache *cache, uint64_t stream_offset, uint8_t *buffer, uint64_t size)
+static bool is_random(const struct cache *cache, uint64_t size)
 {
+	return size < CACHE_LARGE_READ && cache->random_fd >= 0;
+}
+
+int cache_read(struct cache *cache, uint64_t stream_offset, uint8_t *buffer, uint64_t size, bool large)
+{
+	int fd = large && is_random(cache, size) ? cache->random_fd : cache->data_fd;
+
 	while (size) {
-		ssize_t n = pread(cache->data_fd, buffer, size, (off_t)stream_offset);
+		ssize_t n = pread(fd, buffer, size, (off_t)stream_offset);
 
 		if (n < 0 && errno == EINTR)
 			continue;
@@ -230,4 +253,37 @@ int cache_read(struct cache *cache, uint64_t stream_offset, uint8_t *buffer, uin
 		stream_offset += (uint64_t)n;
 	}
 	return 0;
+}
+
+static void drop(const struct cache *cache, uint64_t begin, uint64_t end)
+{
+	if (begin < end)
+		posix_fadvise(cache->data_fd, (off_t)begin, (off_t)(end - begin), POSIX_FADV_DONTNEED);
+}
+
+/* Reads may be answered out of order: two windows are dropped each time, so that what one came too early for the next one takes. */
+void cache_drop(const struct cache *cache, uint64_t stream_offset, uint64_t size, bool last)
+{
+	uint64_t end = stream_offset + size, window = end - end % CACHE_WINDOW;
+
+	if (is_random(cache, size))
+		drop(cache, stream_offset, ALIGN_UP(end, TOC_STREAM_ALIGN));
+	else if (stream_offset < window || stream_offset % CACHE_WINDOW == 0)
+		drop(cache, window < 2 * CACHE_WINDOW ? 0 : window - 2 * CACHE_WINDOW, window);
+	if (last)
+		drop(cache, window < CACHE_WINDOW ? 0 : window - CACHE_WINDOW, window + CACHE_WINDOW);
+}
+
+void cache_settle(const struct cache *cache, uint32_t chunk)
+{
+	const struct toc_chunk *record = &cache->toc->chunks[chunk];
+
+	sync_file_range(cache->data_fd, (off_t)record->stream_offset, record->raw_size, SYNC_FILE_RANGE_WRITE);
+}
+
+void cache_drop_chunk(const struct cache *cache, uint32_t chunk)
+{
+	const struct toc_chunk *record = &cache->toc->chunks[chunk];
+
+	drop(cache, record->stream_offset, record->stream_offset + record->raw_size);
 }

@@ -19,9 +19,26 @@
 
 #include "toc.h"
 
+/* Bytes in memory. The contents of a large file would be in the page cache twice: as pages of the mount's file, and as pages of the
+ * data file that they were read from. So the data file's are dropped when the answer has been sent. The kernel drops only whole folios,
+ * and how large those are depends on how they came:
+ *
+ *   large reads    a sequential reader's: from `data_fd`, with the kernel's readahead on the data file. Its folios are of up to
+ *                  CACHE_WINDOW, aligned: what lies before a window is dropped when the next one is entered.
+ *   small reads    at random: from `random_fd`, a description of its own on which the kernel reads ahead nothing, so that exactly the
+ *                  pages that were read are there and are dropped.
+ *   written chunks their pages cannot be dropped before they are on disk: written back at once, dropped CACHE_SETTLING chunks later.
+ *
+ * Small files stay: the other files of their chunk will be wanted, and are no pages of the mount yet. */
+#define CACHE_LARGE_FILE (1u << 20)
+#define CACHE_LARGE_READ (256u << 10)
+#define CACHE_WINDOW (2u << 20)
+#define CACHE_SETTLING 256u
+
 struct cache {
 	const struct toc *toc;
 	int data_fd, map_fd;
+	int random_fd;			/* of the data file; -1: there is none, and small reads take `data_fd` */
 	pthread_mutex_t lock;		/* of the map file and of voiding */
 	_Atomic uint64_t *present;	/* bit i % 64 of word i / 64 */
 	_Atomic uint32_t times_voided;
@@ -54,8 +71,15 @@ int cache_write(struct cache *cache, uint32_t chunk, const uint8_t *raw, struct 
  * then false, and the chunk must be written again. */
 bool cache_mark(struct cache *cache, uint32_t chunk, uint32_t times_voided);
 
-/* Reads stream bytes whose chunks are present. -ESTALE: they were, but the file was cut off; they are absent now. -EIO, and what else
- * read(2) says. */
-int cache_read(struct cache *cache, uint64_t stream_offset, uint8_t *buffer, uint64_t size);
+/* Reads stream bytes whose chunks are present. `large`: of a large file, cache_drop() follows. -ESTALE: they were, but the file was cut off;
+ * they are absent now. -EIO, and what else read(2) says. */
+int cache_read(struct cache *cache, uint64_t stream_offset, uint8_t *buffer, uint64_t size, bool large);
+
+/* These bytes of a large file, read by cache_read() in one call, are in the mount's page cache. `last`: they are the end of the file. */
+void cache_drop(const struct cache *cache, uint64_t stream_offset, uint64_t size, bool last);
+
+/* Begins to write a chunk back; and drops one whose writing was begun long ago. */
+void cache_settle(const struct cache *cache, uint32_t chunk);
+void cache_drop_chunk(const struct cache *cache, uint32_t chunk);
 
 #endif

@@ -412,6 +412,7 @@ static int serve_read(struct weefs *w, const struct read_request *request, const
 	}
 	atomic_fetch_add_explicit(sent, request->size, memory_order_relaxed);
 	answer_parts(request->fd, request->unique, 0, &part, 1);
+	read_drop(request->layer, inode, request->offset, request->size);
 	miss_done(&w->misses, request);
 	return 0;
 }
@@ -630,7 +631,7 @@ static void do_init(const struct request *request)
 		session->init_flags = wanted & offered;
 	session->init_minor = in->minor;
 	flags = session->init_flags;
-	out.max_readahead = in->max_readahead;
+	out.max_readahead = FUSE_MAX_READ; /* a bound; mount.c sets what is done */
 	out.flags = (uint32_t)flags;
 	out.flags2 = (uint32_t)(flags >> 32);
 	out.max_background = 64;

@@ -91,7 +91,7 @@ uint32_t read_missing(const struct layer *layer, const struct toc_inode *inode, 
 }
 
 /* One piece; chunk by chunk only when some are held in memory. */
-static int read_piece(struct layer *layer, uint64_t stream_offset, uint64_t length, const struct pending *pending, uint8_t *buffer,
+static int read_piece(struct layer *layer, uint64_t stream_offset, uint64_t length, bool large, const struct pending *pending, uint8_t *buffer,
 		      uint32_t *ret_damaged)
 {
 	const struct toc *toc = &layer->toc;
@@ -108,7 +108,7 @@ static int read_piece(struct layer *layer, uint64_t stream_offset, uint64_t leng
 			memcpy(buffer, held->bytes + (stream_offset - held->stream_offset), n);
 			continue;
 		}
-		r = cache_read(&layer->cache, stream_offset, buffer, n);
+		r = cache_read(&layer->cache, stream_offset, buffer, n, large);
 		if (r)
 			*ret_damaged = chunk;
 	}
@@ -125,8 +125,19 @@ int read_present(struct layer *layer, const struct toc_inode *inode, uint64_t of
 	if (inode->flags & INODE_SPARSE)
 		memset(buffer, 0, size);
 	while (r == 0 && next_piece(&pieces, &piece))
-		r = read_piece(layer, piece.stream_offset, piece.length, pending, buffer + (piece.file_offset - offset), ret_damaged);
+		r = read_piece(layer, piece.stream_offset, piece.length, inode->size >= CACHE_LARGE_FILE, pending, buffer + (piece.file_offset - offset), ret_damaged);
 	return r;
+}
+
+void read_drop(const struct layer *layer, const struct toc_inode *inode, uint64_t offset, uint32_t size)
+{
+	struct pieces pieces = pieces_of(&layer->toc, inode, offset, size);
+	struct piece piece;
+
+	if (inode->size < CACHE_LARGE_FILE)
+		return;
+	while (next_piece(&pieces, &piece))
+		cache_drop(&layer->cache, piece.stream_offset, piece.length, piece.file_offset + piece.length == inode->size);
 }
 
 int read_seek(const struct toc *toc, const struct toc_inode *inode, uint64_t offset, bool hole, uint64_t *ret_offset)

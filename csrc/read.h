@@ -15,6 +15,9 @@ uint32_t read_missing(const struct layer *layer, const struct toc_inode *inode, 
 int read_present(struct layer *layer, const struct toc_inode *inode, uint64_t offset, uint32_t size, const struct pending *pending,
 		 uint8_t *buffer, uint32_t *ret_damaged);
 
+/* The kernel has the bytes of read_present() in the page cache of the mount: those of a large file are not kept twice (cache.h). */
+void read_drop(const struct layer *layer, const struct toc_inode *inode, uint64_t offset, uint32_t size);
+
 /* SEEK_DATA and SEEK_HOLE: -ENXIO as lseek(2) says. */
 int read_seek(const struct toc *toc, const struct toc_inode *inode, uint64_t offset, bool hole, uint64_t *ret_offset);
 

@@ -60,6 +60,12 @@ struct worker {
 
 #define MAX_WORKERS SESSION_MAX_THREADS
 
+/* A chunk that is being written back, to be dropped from the page cache; layer 0: none. */
+struct settling {
+	uint32_t layer, chunk;
+	uint64_t generation;
+};
+
 struct weefs {
 	struct weefs_options options;
 	pthread_mutex_t lock;		/* writers of slots, of `workers` and of `root_plan` */
@@ -73,6 +79,8 @@ struct weefs {
 	int ended_fd;			/* an eventfd: the last of them has ended */
 	int session_fd;
 	struct session session;
+	struct settling settling[CACHE_SETTLING];	/* a ring, under `lock` */
+	uint64_t settled;				/* chunks put into it so far */
 	struct miss_queue misses;
 };
 

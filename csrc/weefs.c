@@ -658,20 +658,44 @@ static int store_chunk(struct weefs *w, struct layer *layer, uint32_t chunk, con
 	return 0;
 }
 
+/* Chunks of full size are inside of large files: they do not stay in the page cache of the data file (cache.h). */
+static void settle_chunk(struct weefs *w, const struct layer *layer, uint32_t chunk)
+{
+	struct settling now = {layer->slot, chunk, layer->generation}, before;
+	struct layer *earlier;
+
+	if (layer->toc.chunks[chunk].raw_size < layer->toc.header->chunk_size)
+		return;
+	cache_settle(&layer->cache, chunk);
+	pthread_mutex_lock(&w->lock);
+	before = w->settling[w->settled % CACHE_SETTLING];
+	w->settling[w->settled++ % CACHE_SETTLING] = now;
+	pthread_mutex_unlock(&w->lock);
+	earlier = before.layer ? layer_use(w, before.layer) : NULL;
+	if (earlier && earlier->generation == before.generation)
+		cache_drop_chunk(&earlier->cache, before.chunk);
+	layer_unuse(w, earlier);
+}
+
 int weefs_publish(struct weefs *w, uint32_t slot, uint32_t chunk, const uint8_t *stored, size_t size, struct weefs_error *error)
 {
 	struct layer *layer = layer_with_chunk(w, slot, chunk);
 	struct held *held = NULL;
+	bool is_new = false;
 	int r = 0;
 
 	if (!layer)
 		return fail(error, -ENOENT, "no layer %u with a chunk %u", slot, chunk);
-	if (!cache_has(&layer->cache, chunk))
+	if (!cache_has(&layer->cache, chunk)) {
 		r = store_chunk(w, layer, chunk, stored, size, &held, error);
+		is_new = r == 0 && !held;
+	}
 	if (r == 0) {
 		answer_ready(w, miss_arrived(&w->misses, layer, chunk, held));
 		miss_unhold(&w->misses, held);
 	}
+	if (is_new)
+		settle_chunk(w, layer, chunk);
 	layer_unuse(w, layer);
 	return r;
 }
