@@ -295,3 +295,91 @@ def test_overlay_attributes_of_a_layer_are_escaped_when_asked(tmp_path: Path) ->
             with pytest.raises(OSError) as caught:
                 os.getxattr(path / "d", "trusted.overlay.opaque" if escape else "trusted.overlay.overlay.opaque")
             assert caught.value.errno == errno.ENODATA
+
+
+# The cache itself fails
+
+
+def read_direct(path: Path, size: int) -> bytes:
+    """Past the page cache, in requests of 64 KiB."""
+    import mmap
+
+    buffer, data = mmap.mmap(-1, 65536), b""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        while len(data) < size and (n := os.preadv(fd, [buffer], len(data))):
+            data += buffer[:n]
+    finally:
+        os.close(fd)
+    return data
+
+
+def test_a_full_disk_costs_time_and_no_reader(mounted: MountedCore, tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", tmp_path], check=True)
+    try:
+        layer = mounted.add_layer(layer_of(f=CONTENT), tmp_path)
+        _slot, path = mounted.add_plan_of([layer])
+        for _ in range(3):
+            assert read_direct(path / "f", len(CONTENT)) == CONTENT
+        statistics = mounted.core.statistics()
+        assert statistics["chunks_unwritten"] > 0
+        assert statistics["reads_failed"] == 0
+        assert mounted.core.layer_info(layer).present_chunks < 7
+        subprocess.run(["mount", "-o", "remount,size=10m", tmp_path], check=True)
+        assert read_direct(path / "f", len(CONTENT)) == CONTENT
+        assert mounted.core.layer_info(layer).present_chunks == 7
+        assert mounted.faults == []
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+@pytest.mark.parametrize("left", [0, 4096, CHUNK * 3 + 17])
+def test_a_cache_file_that_is_cut_off_while_it_is_served_is_fetched_again(mounted: MountedCore, tmp_path: Path, left: int) -> None:
+    layer = mounted.add_layer(layer_of(f=CONTENT), tmp_path)
+    _slot, path = mounted.add_plan_of([layer])
+    assert read_direct(path / "f", len(CONTENT)) == CONTENT
+    fetched = len(mounted.fetched)
+    os.truncate(tmp_path / "data", left)
+    assert read_direct(path / "f", len(CONTENT)) == CONTENT
+    assert len(mounted.fetched) > fetched
+    assert mounted.core.layer_info(layer).present_chunks == 7
+    assert mounted.faults == []
+
+
+def test_a_chunk_never_goes_behind_the_end_of_a_file_that_was_cut_off(mounted: MountedCore, tmp_path: Path) -> None:
+    blob = layer_of(f=CONTENT)
+    layer = mounted.add_layer(blob, tmp_path)
+    _slot, path = mounted.add_plan_of([layer])
+    first = mounted.core.claim(layer, core.ChunkIndex(0))
+    last = mounted.core.claim(layer, core.ChunkIndex(5))
+    assert first is not None
+    assert last is not None
+    mounted.core.publish(layer, first.chunk, faithful(blob, first))
+    os.truncate(tmp_path / "data", 0)
+    mounted.core.publish(layer, last.chunk, faithful(blob, last))  # makes the file long enough again
+    assert mounted.core.layer_info(layer).present_chunks == 1, "the first one is void"
+    assert read_direct(path / "f", len(CONTENT)) == CONTENT
+
+
+def test_a_chunk_map_that_is_cut_off_ends_nothing(mounted: MountedCore, tmp_path: Path) -> None:
+    layer = mounted.add_layer(layer_of(f=CONTENT), tmp_path)
+    _slot, path = mounted.add_plan_of([layer])
+    os.truncate(tmp_path / "map", 0)
+    assert read_direct(path / "f", len(CONTENT)) == CONTENT
+    assert read_through(tmp_path, layer_of(f=CONTENT), boot_id()) == (0, 7), "the next process does not believe it"
+
+
+def test_a_cache_file_that_cannot_be_read_is_a_fault(mounted: MountedCore, tmp_path: Path) -> None:
+    blob = layer_of(f=CONTENT)
+    mounted.add_layer(blob, tmp_path)
+    fds = [os.open(tmp_path / "toc", os.O_RDONLY), os.open(tmp_path / "data", os.O_WRONLY), os.open(tmp_path / "map", os.O_RDWR)]
+    layer = mounted.core.add_layer(fds[0], os.fstat(fds[0]).st_size, fds[1], fds[2], boot_id())
+    for fd in fds:
+        os.close(fd)
+    mounted._blobs[layer] = blob
+    _slot, path = mounted.add_plan_of([layer])
+    with pytest.raises(OSError) as caught:
+        read_direct(path / "f", len(CONTENT))
+    assert caught.value.errno == errno.EIO
+    wait_until(lambda: bool(mounted.faults))
+    assert {(fault.layer, fault.error, fault.pid) for fault in mounted.faults} == {(layer, errno.EBADF, os.getpid())}

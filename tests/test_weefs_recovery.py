@@ -21,8 +21,8 @@ from weefs_keeper import THREADS, Connection, Keeper, Source, keeper, run_source
 from weefs_kills import CHUNK, exercise, make_files, tree_layer
 
 from weefs import core, protocol
-from weefs.journal import MAX_FAULTS, Acknowledged, Journal, LayerAdded, LayerClosed, PlanAdded, PlanRemoved, faulted
 from weefs.errors import JournalError
+from weefs.journal import MAX_FAULTS, Acknowledged, Journal, LayerAdded, LayerClosed, PlanAdded, PlanRemoved, faulted
 
 BUFFER = 64 << 10
 FILES = make_files(24, 1)
@@ -491,7 +491,7 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path: Path) -> 
                 added.append(number)
         assert list(journal.state.layers) == added
         journal.close()
-        assert b"\n" == (tmp_path / "journal").read_bytes()[-1:]
+        assert (tmp_path / "journal").read_bytes()[-1:] == b"\n"
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import stat
 import subprocess
@@ -43,6 +42,11 @@ def content(number: int, *, shared: bool = False) -> bytes:
     return make_content(CHUNK + 100 + number % 50, 7 if shared else number, False)
 
 
+def let_go() -> None:
+    """What somebody had open when its plan was removed stays in the kernel's cache of names afterwards, until memory is wanted."""
+    Path("/proc/sys/vm/drop_caches").write_text("2")
+
+
 @pytest.fixture
 def mounted() -> Iterator[MountedCore]:
     with mounted_core(threads=2) as mounted:
@@ -68,6 +72,7 @@ def test_a_plans_slot_is_used_again_when_the_kernel_has_let_its_nodes_go(mounted
     other, _path = mounted.add_plan_of([layer])
     assert other != slot, "somebody is still in the old one"
     os.close(held)
+    let_go()
     mounted.core.remove_plan(other)
     seen = []
 
@@ -91,6 +96,7 @@ def test_a_layer_is_closed_only_when_nothing_uses_it(mounted: MountedCore) -> No
     assert os.pread(file, 1 << 20, 0) == content(1), "and is read on, from chunks that were absent"
     assert os.fstat(file).st_mtime_ns == 1
     os.close(file)
+    let_go()
     wait_until(lambda: mounted.core.idle_layers() == [layer])
     assert close_layer(mounted, layer)
     with pytest.raises(core.CoreError):
@@ -139,6 +145,7 @@ def test_old_names_and_descriptors_never_show_the_next_owner_of_a_slot(mounted: 
         os.close(directory)
         os.close(file)
         mounted.core.remove_plan(next_slot)
+        let_go()
         for one in (layer, following):
             wait_until(lambda one=one: close_layer(mounted, one))
 
@@ -228,16 +235,18 @@ def test_a_thousand_plans_come_and_go_and_leave_nothing(kept: Keeper, source: So
         if number % 100 == 0:
             source.blobs.clear()
             source.add(base(0))
+            let_go()
         if number == 200:
-            gc.collect()
             early = figures(kept)
     for fd in held:
         os.close(fd)
     for process in inside:
         process.communicate()
+    let_go()
     wait_until(lambda: all_closed(connection), "that all layers are closed")
     late = figures(kept)
-    assert late["slot"] <= early["slot"] + 2 <= 60
+    # Held are the last 10, and what was closed since the last let_go().
+    assert late["slot"] <= early["slot"] + 4 <= 40
     assert late["descriptors"] <= early["descriptors"]
     assert late["mappings"] <= early["mappings"] + 20
     assert late["rss_kib"] <= early["rss_kib"] + 8192
@@ -273,6 +282,7 @@ def test_a_layer_with_a_reader_that_waits_stays_until_it_is_answered(kept: Keepe
     source.open.set()
     output, _ = reader.communicate()
     assert output == content(1)
+    let_go()
     wait_until(lambda: all_closed(connection))
 
 
@@ -293,6 +303,7 @@ def test_counts_survive_a_kill_and_so_do_files_of_removed_plans(kept: Keeper, so
     assert layers_served(connection) == 3, "the open file's, and the new plan's"
     output, _ = holder.communicate(b"\n")
     assert output == content(1)
+    let_go()
     wait_until(lambda: layers_served(connection) == 2)
 
 
