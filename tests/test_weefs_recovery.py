@@ -1,4 +1,6 @@
-"""A weefs that is killed: nobody above it gets an error, and its successor knows everything. With RESEND and, as on older kernels, without."""
+"""A weefs that is killed: nobody above it gets an error, and its successor knows everything. With RESEND and, as on older kernels,
+without.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -281,6 +284,53 @@ def test_a_successor_waits_until_the_cache_is_free_and_serves_from_it(kept: Keep
     assert results == {"f": FILES["d0/1-0"]}
 
 
+DYING = """
+import ctypes, fcntl, os, sys, threading
+lock = os.open(sys.argv[1], os.O_RDWR)
+fcntl.flock(lock, fcntl.LOCK_EX)
+os.ftruncate(lock, 0)
+os.pwrite(lock, b"%d" % os.getpid(), 0)
+file = os.open(sys.argv[2], os.O_RDONLY)
+threading.Thread(target=lambda: os.read(file, 4096)).start()
+print(flush=True)
+ctypes.CDLL(None).syscall(60, 0)  # exit(2): the main thread alone
+"""
+
+
+def test_a_predecessor_that_cannot_die_before_its_successor_serves_is_not_waited_for(kept: Keeper, source: Source) -> None:
+    _connection, root = serve_files(kept, source, FILES)
+    subprocess.run(["stat", root / "d0/1-0"], check=True, stdout=subprocess.DEVNULL)
+    kept.kill()
+    dying = subprocess.Popen([sys.executable, "-c", DYING, kept.cache / "lock", root / "d0/1-0"], stdout=subprocess.PIPE)
+    assert dying.stdout is not None
+    dying.stdout.readline()
+    wait_until(lambda: {"Z", "D"} == {path.read_text().rpartition(")")[2].split()[0] for path in tasks_of(dying.pid)})
+    kept.start()
+    assert dying.wait(60) == 0
+    dying.stdout.close()
+    assert (root / "d1/1-1").read_bytes() == FILES["d1/1-1"]
+
+
+def tasks_of(pid: int) -> list[Path]:
+    return list(Path(f"/proc/{pid}/task").glob("*/stat"))
+
+
+def test_a_process_without_descriptors_refuses_layers_and_serves_on(kept: Keeper, source: Source) -> None:
+    connection, root = serve_files(kept, source, FILES)
+    assert kept.process is not None
+    soft, hard = resource.prlimit(kept.process.pid, resource.RLIMIT_NOFILE)
+    fds = len(os.listdir(f"/proc/{kept.process.pid}/fd"))
+    resource.prlimit(kept.process.pid, resource.RLIMIT_NOFILE, (fds + 3, hard))
+    layer = source.add(tree_layer({"d/f": BIG}))
+    with pytest.raises(RuntimeError, match="Too many open files"):
+        connection.add_plan([layer])
+    assert (root / "d0/1-0").read_bytes() == FILES["d0/1-0"]
+    resource.prlimit(kept.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+    plan = connection.add_plan([layer])
+    assert (kept.mountpoint / plan / "d/f").read_bytes() == BIG
+    assert connection.call(protocol.GetStatistics)["plans"] == 2
+
+
 # The daemon's side
 
 
@@ -331,7 +381,7 @@ def test_a_plan_whose_daemon_dies_meanwhile_is_added_all_the_same(kept: Keeper, 
 
 def test_a_process_ends_with_its_mount(kept: Keeper, source: Source) -> None:
     serve_files(kept, source, FILES)
-    subprocess.run(["umount", kept.mountpoint], check=True)
+    kept.unmount()
     assert kept.process is not None
     assert kept.process.wait() == 0
 
@@ -485,10 +535,14 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path: Path) -> 
     try:
         journal = Journal.begin(tmp_path / "journal")
         added = []
-        with pytest.raises(OSError):
+
+        def fill() -> None:
             for number in range(1000):
                 journal.append(layer_line(number, number))
                 added.append(number)
+
+        with pytest.raises(OSError):
+            fill()
         assert list(journal.state.layers) == added
         journal.close()
         assert (tmp_path / "journal").read_bytes()[-1:] == b"\n"

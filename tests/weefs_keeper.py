@@ -65,8 +65,7 @@ class Source:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.requests += 1
         await asyncio.sleep(self.delay_s)
-        while not self.open.is_set():
-            await asyncio.sleep(0.002)
+        await asyncio.to_thread(self.open.wait)
         if self.error:
             return web.Response(status=self.error)
         blob = self.blobs[request.path.rpartition("/")[2]]
@@ -82,7 +81,10 @@ def run_source(delay_s: float = 0.0) -> Iterator[Source]:
     source.open.set()
     with run_server(source.handle) as host:
         source.host = host
-        yield source
+        try:
+            yield source
+        finally:
+            source.open.set()
 
 
 class Connection:
@@ -150,7 +152,9 @@ class Connection:
 class Keeper:
     """Mounts, and starts one weefs after the other on the same descriptors. Use `keeper`."""
 
-    def __init__(self, directory: Path, *, resend: bool = True, deadline_s: float = 30.0, threads: int = THREADS, max_pending: int = 512) -> None:
+    def __init__(
+        self, directory: Path, *, resend: bool = True, deadline_s: float = 30.0, threads: int = THREADS, max_pending: int = 512
+    ) -> None:
         self.directory = directory
         self.mountpoint = directory / "mnt"
         self.mountpoint.mkdir(parents=True)
@@ -200,11 +204,15 @@ class Keeper:
         """What the processes wrote to stderr."""
         return (self.directory / "stderr").read_text()
 
+    def unmount(self) -> None:
+        """Ends the connection, whoever else has the mount in a namespace of its own. Not with umount(8), which looks at the mount point
+        and waits for ever when nobody serves.
+        """
+        umount(self.mountpoint, MNT_FORCE)
+        umount(self.mountpoint, MNT_DETACH)
+
     def close(self) -> None:
-        # Not umount(8), which looks at the mount point and waits for ever when nobody serves.
-        if self.process is None or self.process.poll() is not None or umount(self.mountpoint, 0):
-            umount(self.mountpoint, MNT_FORCE)
-            umount(self.mountpoint, MNT_DETACH)
+        self.unmount()
         if self.process is not None:
             try:
                 self.process.wait(20)  # it ends by itself when its mount is gone
@@ -234,7 +242,7 @@ def expected_of(files: dict[str, bytes], root: Path) -> dict[str, Any]:
     attributes = {}
     for name in files:
         status = os.lstat(root / name)
-        attributes[name] = [status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns, status.st_size, status.st_nlink, status.st_ino]
+        attributes[name] = [status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns, status.st_size, status.st_nlink]
     directories: dict[str, list[str]] = {}
     for name in files:
         directory, _, base = name.rpartition("/")

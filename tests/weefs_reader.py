@@ -76,8 +76,8 @@ class Reader:
             raise ValueError(f"{name}: {len(data)} bytes with SHA-256 {found}")
 
     def check_attributes(self, name: str, status: os.stat_result) -> None:
-        found = [status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns, status.st_size, status.st_nlink, status.st_ino]
-        if found[:6] != self.expected["attributes"][name][:6]:
+        found = [status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns, status.st_size, status.st_nlink]
+        if found != self.expected["attributes"][name]:
             raise ValueError(f"{name}: {found}")
 
     def check_listing(self, name: str, found: list[str]) -> None:

@@ -63,12 +63,35 @@ def boot_id() -> bytes:
     return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
 
 
-def _lock(fd: int) -> bool:
+def _lock(path: Path) -> int | None:
+    """The locked file's descriptor, or None while another process has it. Its pid is in the file.
+
+    One that was killed keeps its lock until its last thread is gone, and that one may be in the kernel, waiting for an answer that only
+    its successor can give. Its lock file is therefore replaced when it has ended but for that.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if os.fstat(fd).st_ino != path.stat().st_ino:
+            raise BlockingIOError  # replaced meanwhile
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+    except (BlockingIOError, FileNotFoundError):
+        if _has_ended(os.pread(fd, 32, 0)):
+            path.unlink(missing_ok=True)
+        os.close(fd)
+        return None
+    return fd
+
+
+def _has_ended(pid: bytes) -> bool:
+    """Whether the main thread is gone and no other one runs or can run again: they are in the kernel, or gone too."""
+    try:
+        threads = [path.read_text() for path in Path(f"/proc/{int(pid)}/task").glob("*/stat")]
+    except (OSError, ValueError):
         return False
-    return True
+    states = {stat.rpartition(")")[2].split()[0] for stat in threads}
+    return "Z" in states and states <= {"Z", "X", "D"}
 
 
 def directory_name(digest: str) -> str:
@@ -89,11 +112,9 @@ class CacheDirectory:
     def open(cls, path: Path, *, wait_s: float = 0.0) -> Self:
         """Creates the directory if it is missing. CacheError: another process serves from it, after `wait_s` still."""
         (path / "layers").mkdir(parents=True, exist_ok=True)
-        lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + wait_s
-        while not _lock(lock_fd):
+        while (lock_fd := _lock(path / "lock")) is None:
             if time.monotonic() >= deadline:
-                os.close(lock_fd)
                 raise CacheError(f"{path}: another process serves from this cache; stop it or use another directory")
             time.sleep(0.005)
         cache = cls(path, lock_fd)
