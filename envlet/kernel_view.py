@@ -169,6 +169,7 @@ class KernelView:
         self._merged_instead = 0
         self._directory = directory
         self._plans: dict[str, tuple[Path, ...]] = {}
+        self._seen: set[Path] = set()
         self._lock = threading.Lock()
 
     def statistics(self) -> dict[str, int]:
@@ -187,7 +188,8 @@ class KernelView:
             except (OSError, ValueError) as error:
                 if self._required:
                     raise
-                self._merged_instead += 1
+                with self._lock:
+                    self._merged_instead += 1
                 log.warning("plan %s is shown by the merged view: %s", plan.plan_id, error)
         overlay.mount(plan.path, upper, work, target)
 
@@ -206,8 +208,8 @@ class KernelView:
     def forget(self, plan: MountedPlan) -> None:
         """The plan has no environment any more: unmounts what no other plan uses. Raises OSError."""
         with self._lock:
-            self._plans.pop(plan.plan_id, None)
-            self._unmount_unused()
+            if self._plans.pop(plan.plan_id, None) is not None:
+                self._unmount_unused()
 
     def sweep(self) -> None:
         """Unmounts what an earlier daemon in this mount namespace left and no plan that was adopted uses. Raises OSError."""
@@ -224,16 +226,19 @@ class KernelView:
         return self._directory / image.name
 
     def _hold(self, plan: MountedPlan) -> None:
-        """Sees to it that the plan's images are mounted, each once."""
+        """Sees to it that the plan's images are mounted, each once. The mount table, which is long where there are many environments,
+        is read only for images that were not seen in it yet.
+        """
         with self._lock:
             self._plans.setdefault(plan.plan_id, plan.images)
-            mounted = self._mounted()
-            for image in plan.images:
+            missing = [image for image in plan.images if self._target(image) not in self._seen]
+            mounted = self._mounted() if missing else set()
+            for image in missing:
                 target = self._target(image)
-                if str(target) in mounted:
-                    continue
-                target.mkdir(parents=True, exist_ok=True)
-                mount_image(image, target, loop=self.view.loop)
+                if str(target) not in mounted:
+                    target.mkdir(parents=True, exist_ok=True)
+                    mount_image(image, target, loop=self.view.loop)
+                self._seen.add(target)
 
     def _mounted(self) -> set[str]:
         prefix = f"{self._directory}/"
@@ -242,6 +247,7 @@ class KernelView:
     def _unmount_unused(self) -> None:
         used = {str(self._target(image)) for images in self._plans.values() for image in images}
         for target in sorted(self._mounted() - used):
+            self._seen.discard(Path(target))
             syscalls.umount(target)
         for place in _children(self._directory):
             if str(place) not in used:
