@@ -537,6 +537,7 @@ static int add_worker(struct weefs *w, int fd)
 
 int weefs_serve(struct weefs *w, const int *fds, uint32_t n)
 {
+	bool first;
 	int r = 0;
 
 	pthread_mutex_lock(&w->lock);
@@ -548,11 +549,15 @@ int weefs_serve(struct weefs *w, const int *fds, uint32_t n)
 	if (r)
 		return r;
 	r = fuse_take_over(w);
-	atomic_fetch_add(&w->session.header->served, 1);
+	first = atomic_fetch_add(&w->session.header->served, 1) == 0;
 	for (uint32_t i = 0; r == 0 && i < n; i++) {
 		atomic_fetch_add(&w->running, 1);
 		r = start_thread(w->workers[i]);
 	}
+	/* A plan may have come when its process died. */
+	touch_root(w);
+	if (r == 0 && !first)
+		fuse_root_changed(w);
 	return r;
 }
 

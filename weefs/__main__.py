@@ -11,11 +11,10 @@ import signal
 from pathlib import Path
 
 from registry import RegistryError, load_credentials
-from weefs.core import CoreError
 from weefs.errors import WeefsError
 from weefs.fetch import FetchPolicy
 from weefs.log import say, say_traceback
-from weefs.service import serve
+from weefs.service import first_cause, serve
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,11 +55,12 @@ def main() -> None:
                 resend=not arguments.no_resend,
             )
         )
-    except (WeefsError, RegistryError, CoreError, OSError) as error:
-        say(str(error))
-        os._exit(1)
-    except BaseException:
-        say_traceback()
+    except BaseException as error:
+        cause = first_cause(error)
+        if isinstance(cause, (WeefsError, RegistryError, OSError)):
+            say(str(cause))
+        else:
+            say_traceback()
         os._exit(1)
     # The FUSE threads may still run: they are not waited for.
     os._exit(0)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,8 @@ class Service:
     for their answers any more: each of them can be asked for again.
     """
 
-    def __init__(self, core: Core, plane: DataPlane, journal: Journal, descriptors: Sequence[int], *, resumed: bool) -> None:
+    def __init__(self, plane: DataPlane, journal: Journal, descriptors: Sequence[int], *, resumed: bool) -> None:
         """`descriptors`: what a `hello` can ask for, in the protocol's order."""
-        self._core = core
         self._plane = plane
         self._journal = journal
         self._descriptors = descriptors
@@ -89,7 +88,7 @@ class Service:
             before = writer
             self._spawn(self._converse(reader, writer))
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -143,7 +142,7 @@ class Service:
         try:
             result = await self._call(request)
         except Exception as error:  # every failure is the answer; none may end the data plane
-            cause = _first(error)
+            cause = first_cause(error)
             failure = protocol.Error(kind=error_kind(cause), message=_sentence(cause))
             _send(writer, protocol.Answer(id=request.id, error=failure))
         else:
@@ -166,7 +165,8 @@ def _send_descriptors(writer: asyncio.StreamWriter, data: bytes, descriptors: Se
         return socket.send_fds(connection, [data], list(descriptors))
 
 
-def _first(error: BaseException) -> BaseException:
+def first_cause(error: BaseException) -> BaseException:
+    """Of several that came at once."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -205,15 +205,15 @@ async def serve(
         core, cache, policy=policy, credentials=credentials, on_fault=lambda fault: service.report(fault), journal=kept
     )
     await plane.restore()
-    service = Service(core, plane, kept, [listen_fd, session_fd, *fuse_fds], resumed=resumed)
+    service = Service(plane, kept, [listen_fd, session_fd, *fuse_fds], resumed=resumed)
     # In a thread, since the kernel may wait for an answer of ours while it takes what we tell it.
     await asyncio.to_thread(core.serve, fuse_fds)
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(core.ended_fd, ended.set)
-    forever = [asyncio.create_task(plane.run_fetcher()), asyncio.create_task(service.accept(listener))]
-    finishing = asyncio.create_task(plane.finish_removals())
+    fetcher = asyncio.create_task(plane.run_fetcher())
+    await plane.finish_removals()  # before a name can come again
+    forever = [fetcher, asyncio.create_task(service.accept(listener))]
     until = [asyncio.create_task(ended.wait()), asyncio.create_task(service.shutdown.wait())]
     done, _ = await asyncio.wait([*forever, *until], return_when=asyncio.FIRST_COMPLETED)
-    finishing.cancel()
     for task in done:
         task.result()
