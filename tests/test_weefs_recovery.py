@@ -214,6 +214,18 @@ def test_a_toc_that_was_deleted_meanwhile_is_fetched_again(kept: Keeper, source:
     assert (root / "d0/1-0").read_bytes() == FILES["d0/1-0"]
 
 
+def test_a_toc_that_is_cut_off_under_its_mapping_costs_a_process_and_no_reader(kept: Keeper, source: Source) -> None:
+    _connection, root = serve_files(kept, source, FILES)
+    (toc,) = kept.cache.glob("layers/*/toc")
+    os.truncate(toc, 0)
+    looking = subprocess.Popen(["cat", root / "d5/1-5"], stdout=subprocess.PIPE)
+    assert kept.process is not None
+    assert kept.process.wait(60) == -signal.SIGBUS
+    kept.start()
+    output, _ = looking.communicate()
+    assert output == FILES["d5/1-5"]
+
+
 def test_a_layer_that_cannot_be_had_any_more_ends_the_successor_and_fails_nobody(tmp_path: Path, source: Source) -> None:
     with keeper(tmp_path / "keeper", deadline_s=2.0) as kept:
         _connection, root = serve_files(kept, source, FILES)
