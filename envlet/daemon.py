@@ -28,9 +28,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import attrs
 import trio
 
-from envlet import cgroups, errors, kernel_view, mounts, overlay, processes, record, syscalls
+from envlet import cgroups, ending, errors, kernel_view, mounts, overlay, processes, record, syscalls
 from envlet.bundle import OPEN_FILES_MAX
 from envlet.cgroups import Cgroup, CgroupError, Layout
 from envlet.config import NodeConfig
@@ -66,6 +67,14 @@ from envlet.types import (
 )
 
 log = logging.getLogger("envlet")
+
+@attrs.frozen
+class HandOver:
+    """What a daemon that leaves has for the next one in its process."""
+
+    listener: socket.socket
+    signals: ending.LateSignals
+
 
 OnTerminal = Callable[[int], Awaitable[None]]
 _REMOVE_AT_ONCE = 8
@@ -362,10 +371,10 @@ async def serve(
     handle_signals: bool = True,
     listener: socket.socket | None = None,
     task_status: trio.TaskStatus[Daemon] = trio.TASK_STATUS_IGNORED,
-) -> socket.socket | None:
+) -> HandOver | None:
     """Serves the node until SIGTERM or SIGINT (`handle_signals`; main thread only) or its cancellation; then nothing
-    is left, and the result is None. After node.restart everything is left, for a daemon that is to start next, and the result is the
-    listening socket, which that one takes as `listener`.
+    is left, and the result is None. After node.restart everything is left, for a daemon that is to start next, and the result is what that
+    one needs: it takes the socket as `listener`.
 
     Call `mounts.enter_private_namespace()` before `trio.run`. Raises EnvletError or OSError if the node cannot start,
     and EnvletError(CLEANUP_FAILED) if something could not be removed at the end.
@@ -386,7 +395,7 @@ async def _serve(
     handle_signals: bool,
     listener: socket.socket | None,
     task_status: trio.TaskStatus[Daemon],
-) -> socket.socket | None:
+) -> HandOver | None:
     os.umask(0o022)
     syscalls.set_child_subreaper()
     processes.seal_descriptors()
@@ -424,6 +433,8 @@ async def _serve(
                 if known.id not in adopted:
                     daemon.remember(past_info(known))
             server = Server(config, daemon, listener)
+            late = ending.LateSignals()
+            leaves = False
             try:
                 await daemon.adopt(list(adopted.values()))
                 await trio.to_thread.run_sync(views.sweep)
@@ -431,24 +442,30 @@ async def _serve(
                 async with trio.open_nursery() as accepting:
                     await accepting.start(server.run)
                     if handle_signals:
+                        late.begin()
                         await accepting.start(_cancel_on_signal, accepting.cancel_scope)
                     task_status.started(daemon)
                     await daemon.leaving.wait()
+                    leaves = not accepting.cancel_scope.cancel_called  # a signal to end is stronger
                     accepting.cancel_scope.cancel()
             finally:
-                if daemon.leaving.is_set():
+                if leaves:
                     data_plane.leave()
                 else:
+                    if handle_signals:
+                        late.end()
+                    server.withdraw()
                     with trio.CancelScope(shield=True):
                         await daemon.close()
                 nursery.cancel_scope.cancel()
-    return server.handed_over
+    return HandOver(server.handed_over, late) if leaves and server.handed_over is not None else None
 
 
 async def _cancel_on_signal(
     scope: trio.CancelScope, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    with trio.open_signal_receiver(*ending.SIGNALS) as signals:
+        ending.take_over()
         task_status.started()
         async for number in signals:
             log.info("%s: ending", signal.Signals(number).name)

@@ -109,6 +109,13 @@ class Server:
         self._hands_over = True
         self._accepting.cancel()
 
+    def withdraw(self) -> None:
+        """After `run`: nobody starts next after all."""
+        if self.handed_over is not None:
+            self.handed_over.close()
+            self.handed_over = None
+            self._path.unlink(missing_ok=True)
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Accepts until cancelled; then the socket is gone. Raises EnvletError(EXISTS) if a daemon listens there
         already.

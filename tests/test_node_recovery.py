@@ -273,6 +273,15 @@ def test_restart(groups: Groups, tmp_path: Path) -> None:
         assert json.loads(node("env", "inspect", environment))["state"] == "ready"
 
 
+def test_a_daemon_that_is_told_to_end_while_it_restarts(groups: Groups, tmp_path: Path) -> None:
+    """It ends, after it has taken its environments over: nothing is left of them."""
+    with run_node(tmp_path / "node") as node:
+        create(node, groups.base)
+        with Client(node.socket) as client:
+            client.restart()
+            node.process.send_signal(signal.SIGTERM)  # the exit status and what is left are looked at when the block ends
+
+
 def test_a_second_daemon_takes_nothing_from_one_that_lives(groups: Groups, tmp_path: Path) -> None:
     with run_node(tmp_path / "node") as node:
         environment, plane = create(node, groups.base), plane_of(node)

@@ -9,11 +9,14 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from tools import exits, output, settings
+
+if TYPE_CHECKING:
+    from envlet.daemon import HandOver
 
 
 def register(commands: Any) -> None:
@@ -98,7 +101,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     return exits.OK
 
 
-async def _serve(config: Any, data_plane_config: Any, running: Any, listener: socket.socket | None) -> socket.socket | None:
+async def _serve(config: Any, data_plane_config: Any, running: Any, listener: socket.socket | None) -> HandOver | None:
     """What is handed to the daemon that is to start next, if any."""
     from envlet.daemon import serve
     from envlet.dataplane import DataPlaneLost, open_data_plane
@@ -112,14 +115,15 @@ async def _serve(config: Any, data_plane_config: Any, running: Any, listener: so
     return handed_over
 
 
-def _become_successor(listener: socket.socket) -> None:
+def _become_successor(handed_over: HandOver) -> None:
     """Starts the program that is installed now in this process: pid, descriptors of the log and children stay. Does not return."""
     command = list(sys.orig_argv)
     if "--successor" in command:
         at = command.index("--successor")
         del command[at : at + 2]
-    listener.set_inheritable(True)
-    os.execv(sys.executable, [sys.executable, *command[1:], "--successor", str(listener.fileno())])
+    handed_over.listener.set_inheritable(True)
+    handed_over.signals.hand_on()
+    os.execv(sys.executable, [sys.executable, *command[1:], "--successor", str(handed_over.listener.fileno())])
 
 
 def run_restart(arguments: argparse.Namespace) -> int:
