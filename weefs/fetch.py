@@ -2,7 +2,8 @@
 
 One task takes misses from the core when its eventfd says so, and starts a task per range, a bounded number at once. A
 range is tried until it arrives or its deadline passes: a registry that is away for a moment costs time, not an episode.
-What arrives goes to the core in a worker thread (decompression, SHA-256 and the write release the interpreter lock). A
+What arrives goes to the core (decompression, SHA-256 and the write): in a worker thread when there are others to wait for meanwhile,
+since these release the interpreter lock; at once when there are none, or it is little, since the way to a thread and back takes 0.2 ms. A
 chunk that does not have its digest is asked for once more by itself, then given up: the registry's copy is damaged, and
 no number of tries mends that.
 
@@ -26,6 +27,9 @@ from weefs.coalesce import Range, coalesce
 from weefs.core import ChunkIndex, Core, CoreError, CoreFault, DamagedError, LayerSlot, Miss
 from weefs.log import say, say_traceback
 from weefs.readahead import ReadAhead
+
+PUBLISHED_HERE_BYTES = 32 << 10
+"""So little is decompressed and verified faster than handed to a thread (bench/miss.py)."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -126,6 +130,7 @@ class Fetcher:
         self._on_idle = on_idle
         self._sources: dict[LayerSlot, LayerSource] = {}
         self._slots = asyncio.Semaphore(policy.requests_at_once)
+        self._at_work = 0
         self._ahead = ReadAhead(max_window=policy.read_ahead_chunks)
         self._chunk_sizes: dict[LayerSlot, int] = {}
         self._chunks: dict[LayerSlot, int] = {}
@@ -193,8 +198,12 @@ class Fetcher:
         unsettled = {miss.chunk: miss for miss in wanted.misses}
         try:
             async with self._slots:
-                deadline = asyncio.get_running_loop().time() + self._policy.deadline_s
-                await self._fetch(wanted, deadline, unsettled)
+                self._at_work += 1
+                try:
+                    deadline = asyncio.get_running_loop().time() + self._policy.deadline_s
+                    await self._fetch(wanted, deadline, unsettled)
+                finally:
+                    self._at_work -= 1
         except RegistryError as error:
             self._give_up(wanted.layer, unsettled.values(), errno.EIO, str(error))
         except Exception as error:  # a bug of ours costs these chunks, not the node
@@ -206,11 +215,11 @@ class Fetcher:
 
     async def _fetch(self, wanted: Range, deadline: float, unsettled: dict[ChunkIndex, Miss]) -> None:
         stored = await self._read(wanted, deadline)
-        damaged = await in_thread(self._publish, wanted, stored, unsettled)
+        damaged = await self._publish(wanted, stored, unsettled)
         for miss in damaged:
             alone = Range(wanted.layer, (miss,))
             again = await self._read(alone, deadline)
-            if await in_thread(self._publish, alone, again, unsettled):
+            if await self._publish(alone, again, unsettled):
                 source = self._sources[wanted.layer]
                 reason = f"chunk {miss.chunk} of {source.digest} is damaged: received twice without its digest"
                 self._give_up(wanted.layer, [miss], errno.EBADMSG, reason)
@@ -229,8 +238,13 @@ class Fetcher:
         source.traffic.bytes += len(stored)
         return stored
 
-    def _publish(self, wanted: Range, stored: bytes, unsettled: dict[ChunkIndex, Miss]) -> list[Miss]:
-        """In a thread: hands each chunk of a range to the core; returns those that did not have their digest."""
+    async def _publish(self, wanted: Range, stored: bytes, unsettled: dict[ChunkIndex, Miss]) -> list[Miss]:
+        """Hands each chunk of a range to the core, here or in a thread; returns those that did not have their digest."""
+        if self._at_work == 1 or sum(miss.raw_size for miss in wanted.misses) <= PUBLISHED_HERE_BYTES:
+            return self._publish_now(wanted, stored, unsettled)
+        return await in_thread(self._publish_now, wanted, stored, unsettled)
+
+    def _publish_now(self, wanted: Range, stored: bytes, unsettled: dict[ChunkIndex, Miss]) -> list[Miss]:
         view = memoryview(stored)
         damaged = []
         for miss in wanted.misses:
