@@ -634,8 +634,9 @@ static void do_init(const struct request *request)
 	out.max_readahead = FUSE_MAX_READ; /* a bound; mount.c sets what is done */
 	out.flags = (uint32_t)flags;
 	out.flags2 = (uint32_t)(flags >> 32);
-	out.max_background = 64;
-	out.congestion_threshold = 48;
+	/* Reads that wait for chunks are among these: were there few, the kernel would hold back reads that need not wait. */
+	out.max_background = UINT16_MAX;
+	out.congestion_threshold = UINT16_MAX / 4 * 3;
 	out.max_write = 4096;
 	out.time_gran = 1;
 	out.max_pages = FUSE_MAX_READ / 4096;

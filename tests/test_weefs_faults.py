@@ -12,15 +12,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from merge_corners import file
 from strategies import Member, encode_layer, make_content
 from weefs_harness import MountedCore, faithful, mounted_core
 
 from layerformat import Entry, Kind
 from weefs import core
 from weefs.cachedir import boot_id
+from weefs.core import MAX_PENDING
 
 CHUNK = 8192
 CONTENT = make_content(CHUNK * 6 + 100, 1, False)
@@ -172,6 +175,53 @@ def test_more_waiting_reads_than_the_bound_all_complete() -> None:
         for thread in threads:
             thread.join()
         assert results == {i: make_content(CHUNK, i, False) for i in range(24)}
+
+
+def test_ten_thousand_reads_that_wait_hold_nobody_else_up(tmp_path: Path) -> None:
+    """They take no thread, no descriptor and little memory, and what is present is read beside them."""
+    program = tmp_path / "many_readers"
+    subprocess.run(["cc", "-O2", "-pthread", "-o", program, Path(__file__).with_name("many_readers.c")], check=True)
+    count = 10_000
+    members = [file(b"f%d" % number, b"%08d" % number * 600) for number in range(count)]
+    blob = encode_layer([*members, file(b"present", CONTENT)])
+    with mounted_core(threads=2, max_pending=MAX_PENDING) as mounted:
+        _slot, path = mounted.add_plan([blob])
+        assert (path / "present").read_bytes() == CONTENT
+        before = resources()
+        with Gate(mounted) as gate:
+            readers = subprocess.Popen([program, path, str(count)])
+            # Some find their file in a chunk that a neighbour waits for: all of them wait, whoever fetches.
+            wait_until(lambda: mounted.core.statistics()["pending"] >= count)
+            forget(path / "present")
+            assert (path / "present").read_bytes() == CONTENT
+            assert sorted(os.listdir(path))[-1] == "present"
+            waiting = resources()
+            gate.open()
+            assert readers.wait(120) == 0
+        assert (waiting.threads, waiting.descriptors) == (before.threads, before.descriptors)
+        assert waiting.memory_bytes - before.memory_bytes < 32 << 20
+        assert mounted.core.statistics()["pending"] == 0
+
+
+@attrs.frozen
+class Resources:
+    """Of this process."""
+
+    threads: int
+    descriptors: int
+    memory_bytes: int
+
+
+def resources() -> Resources:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return Resources(int(status["Threads"]), len(os.listdir("/proc/self/fd")), int(status["VmRSS"].split()[0]) << 10)
+
+
+def forget(path: Path) -> None:
+    """The pages of a file leave the page cache."""
+    fd = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
 
 
 def test_a_mount_that_goes_while_reads_wait_for_room_ends() -> None:

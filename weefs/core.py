@@ -21,6 +21,8 @@ LayerSlot = NewType("LayerSlot", int)
 PlanSlot = NewType("PlanSlot", int)
 ChunkIndex = NewType("ChunkIndex", int)
 
+MAX_PENDING = 32768
+"""READ requests that may wait for chunks at once, unless told otherwise; each takes 40 bytes of the session and some 150 of memory."""
 MAX_TAKEN = 1024
 """Misses or faults taken in one call."""
 
@@ -168,7 +170,7 @@ def mount(path: Path, *, source: str = "weefs", threads: int = 2) -> list[int]:
     return list(descriptors)
 
 
-def create_session(*, threads: int = 2, max_pending: int = 8192) -> int:
+def create_session(*, threads: int = 2, max_pending: int = MAX_PENDING) -> int:
     """Makes the memory that outlives a serving process; returns its descriptor, the caller's to keep, hand over and
     close. `threads` as for mount(); `max_pending`: READ requests that may wait at once.
     """
@@ -187,7 +189,7 @@ class Core:
     def __init__(
         self,
         *,
-        max_pending: int = 8192,
+        max_pending: int = MAX_PENDING,
         escape_overlay_xattrs: bool = True,
         session_fd: int | None = None,
         resend: bool = True,
