@@ -61,12 +61,14 @@ async def wait_exit(pidfd: int) -> None:
     """Returns when the process has ended. It can be anybody's, and several may wait.
 
     Each waits on a descriptor of its own: trio lets one task wait for a descriptor, and the caller may close `pidfd`
-    meanwhile.
+    meanwhile. It must be taken out of trio's epoll before it is closed: what it leads to is still open, so the kernel would go on
+    reporting it, by a number that is somebody else's then, who would believe that its process has ended.
     """
     own = os.dup(pidfd)
     try:
         await trio.lowlevel.wait_readable(own)
     finally:
+        trio.lowlevel.notify_closing(own)
         os.close(own)
 
 

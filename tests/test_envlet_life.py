@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import attrs
@@ -21,7 +22,7 @@ from envlet_harness import (
     with_node,
 )
 
-from envlet import overlay, syscalls
+from envlet import overlay, processes, syscalls
 from envlet.client import Client
 from envlet.daemon import serve
 from envlet.errors import ENDED, EnvletError
@@ -297,3 +298,38 @@ def test_a_node_on_a_full_disk_says_so_when_it_starts(root: Path) -> None:
                 syscalls.umount(str(state_dir))
 
     isolated(work)
+
+
+def test_waiting_for_a_process_is_not_ended_by_another_one() -> None:
+    """A wait that was given up leaves nothing behind that could wake the next one, whose descriptor has the same number."""
+
+    first, second = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
+
+    async def main() -> None:
+        pidfds = [os.pidfd_open(process.pid) for process in (first, second)]
+        try:
+            with trio.move_on_after(0.05):
+                await processes.wait_exit(pidfds[0])
+            ended = []
+
+            async def wait_for_second() -> None:
+                await processes.wait_exit(pidfds[1])
+                ended.append(second.pid)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait_for_second)
+                await trio.testing.wait_all_tasks_blocked()
+                first.kill()
+                first.wait()  # reaped: now its descriptor says so, to whoever is registered
+                await processes.wait_exit(pidfds[0])
+                await trio.testing.wait_all_tasks_blocked(0.05)
+                assert ended == []
+                second.kill()
+            assert ended == [second.pid]
+        finally:
+            for process, pidfd in zip((first, second), pidfds, strict=True):
+                process.kill()
+                process.wait()
+                os.close(pidfd)
+
+    trio.run(main)
