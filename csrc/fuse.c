@@ -83,14 +83,43 @@ static void answer_entry(const struct request *request, const struct fuse_entry_
 		super_forget(request->w, entry->nodeid, 1);
 }
 
-static void answer_error(const struct request *request, int error)
+/* Says nothing of this server's health: an absence, an end, a size that was asked for, a reader that went away. */
+static bool is_ordinary(uint32_t opcode, int error)
 {
-	fuse_answer_error(request->fd, request->header->unique, error < 0 ? -error : error);
+	switch (error) {
+	case ENOENT: case ENODATA: case ENOSYS: case ENXIO: case ERANGE: case EINTR: return true;
+	case EAGAIN: return opcode == FUSE_INTERRUPT;
+	default: return false;
+	}
 }
 
-void fuse_answer_error(int fd, uint64_t unique, int error)
+static uint32_t counted_as(uint32_t opcode)
 {
-	answer_parts(fd, unique, error, NULL, 0);
+	return opcode < STATS_OPERATIONS ? opcode : 0;
+}
+
+static void answer_error(const struct request *request, int error)
+{
+	uint32_t opcode = request->header->opcode;
+
+	error = error < 0 ? -error : error;
+	if (!is_ordinary(opcode, error))
+		stats_add(&request->worker->stats->operations[counted_as(opcode)].errors, 1);
+	answer_parts(request->fd, request->header->unique, error, NULL, 0);
+}
+
+static void note_waited(struct weefs *w, const struct read_request *request)
+{
+	stats_observe(&w->session.shared->waited, stats_since_ns(request->since_ns, stats_now_ns()));
+}
+
+void fuse_fail_read(struct weefs *w, const struct read_request *request, int error)
+{
+	answer_parts(request->fd, request->unique, error, NULL, 0);
+	if (!is_ordinary(FUSE_READ, error))
+		stats_add(&w->session.shared->late_errors, 1);
+	note_waited(w, request);
+	miss_done(&w->misses, request);
 }
 
 /* ---- attributes ---- */
@@ -384,7 +413,7 @@ static uint32_t read_size(const struct toc_inode *inode, uint64_t offset, uint32
 	return left < size ? (uint32_t)left : size;
 }
 
-/* 0: answered or somebody else's now; else the error to answer. `buffer` has room for the request's size. */
+/* 1: answered. 0: somebody else's now. Else the error to answer. `buffer` has room for the request's size. */
 static int serve_read(struct weefs *w, const struct read_request *request, const struct pending *pending, uint8_t *buffer, _Atomic uint64_t *sent)
 {
 	const struct toc_inode *inode = &request->layer->toc.inodes[request->inode];
@@ -410,22 +439,22 @@ static int serve_read(struct weefs *w, const struct read_request *request, const
 			break;
 		return miss_fault(&w->misses, request, damaged, -r);
 	}
-	atomic_fetch_add_explicit(sent, request->size, memory_order_relaxed);
+	stats_add(sent, request->size);
 	answer_parts(request->fd, request->unique, 0, &part, 1);
 	read_drop(request->layer, inode, request->offset, request->size);
 	miss_done(&w->misses, request);
-	return 0;
+	return 1;
 }
 
 static void serve_late_read(struct weefs *w, const struct read_request *request, const struct pending *pending)
 {
 	cleanup_free uint8_t *buffer = malloc(request->size);
-	int r = buffer ? serve_read(w, request, pending, buffer, &w->late_read_bytes) : -ENOMEM;
+	int r = buffer ? serve_read(w, request, pending, buffer, &w->session.shared->late_read_bytes) : -ENOMEM;
 
-	if (r == 0)
-		return;
-	fuse_answer_error(request->fd, request->unique, -r);
-	miss_done(&w->misses, request);
+	if (r > 0)
+		note_waited(w, request);
+	else if (r < 0)
+		fuse_fail_read(w, request, -r);
 }
 
 void fuse_answer_pending(struct weefs *w, const struct pending *pending)
@@ -437,7 +466,8 @@ static void do_read(const struct request *request)
 {
 	const struct fuse_read_in *in = request->argument;
 	struct read_request read = {.unique = request->header->unique, .fd = request->fd, .clone = request->worker->index,
-				    .record = SESSION_NO_RECORD, .pid = request->header->pid};
+				    .record = SESSION_NO_RECORD, .pid = request->header->pid,
+				    .since_ns = stats_get(&request->worker->since_ns)};
 	struct object object;
 	int r = request->size < sizeof(*in) ? -EINVAL : super_object(request->w, request->header->nodeid, &object);
 
@@ -452,9 +482,10 @@ static void do_read(const struct request *request)
 			answer(request, NULL, 0);
 			return;
 		}
-		r = serve_read(request->w, &read, NULL, request->worker->reply, &request->worker->read_bytes);
+		r = serve_read(request->w, &read, NULL, request->worker->reply, &request->worker->stats->read_bytes);
+		request->worker->parked = r == 0;
 	}
-	if (r)
+	if (r < 0)
 		answer_error(request, r);
 }
 
@@ -465,10 +496,9 @@ static void do_interrupt(const struct request *request)
 
 	if (request->size < sizeof(*in))
 		answer_error(request, EINVAL);
-	else if (miss_interrupt(&request->w->misses, in->unique, &read)) {
-		fuse_answer_error(read.fd, read.unique, EINTR);
-		miss_done(&request->w->misses, &read);
-	} else
+	else if (miss_interrupt(&request->w->misses, in->unique, &read))
+		fuse_fail_read(request->w, &read, EINTR);
+	else
 		answer_error(request, EAGAIN); /* not waiting yet, or answered: the kernel asks again if it still matters */
 }
 
@@ -708,11 +738,19 @@ static void serve_request(struct worker *worker)
 	struct request request = {.w = worker->weefs, .worker = worker, .fd = worker->fd, .header = header, .argument = header + 1,
 				  .size = header->len - sizeof(*header)};
 
-	atomic_fetch_add_explicit(&worker->requests[header->opcode < 64 ? header->opcode : 0], 1, memory_order_relaxed);
+	struct stats_operation *operation = &worker->stats->operations[counted_as(header->opcode)];
+	uint64_t begin_ns = stats_now_ns();
+
+	stats_add(&operation->requests, 1);
+	atomic_store_explicit(&worker->since_ns, begin_ns, memory_order_relaxed);
+	worker->parked = false;
 	atomic_fetch_add(&worker->section, 1);
 	handle(&request);
 	session_clear(worker->request);
 	atomic_fetch_add(&worker->section, 1);
+	atomic_store_explicit(&worker->since_ns, 0, memory_order_relaxed);
+	if (!worker->parked)
+		stats_observe(&operation->answered, stats_since_ns(begin_ns, stats_now_ns()));
 }
 
 /* What the table says of a READ is checked like a request: the memory is older than this process. */
@@ -720,7 +758,8 @@ static void adopt_parked(struct weefs *w, uint32_t record)
 {
 	const struct parked *parked = &w->session.parked[record];
 	struct read_request read = {.unique = atomic_load(&parked->unique), .record = record, .clone = parked->clone, .pid = parked->pid,
-				    .layer = super_layer(w, parked->layer), .inode = parked->inode, .offset = parked->offset};
+				    .layer = super_layer(w, parked->layer), .inode = parked->inode, .offset = parked->offset,
+				    .since_ns = parked->since_ns};
 
 	if (read.clone >= atomic_load(&w->n_workers)) {
 		session_unpark(&w->session, record); /* nobody could answer it */
@@ -733,8 +772,7 @@ static void adopt_parked(struct weefs *w, uint32_t record)
 		serve_late_read(w, &read, NULL);
 		return;
 	}
-	fuse_answer_error(read.fd, read.unique, ESTALE);
-	miss_done(&w->misses, &read);
+	fuse_fail_read(w, &read, ESTALE);
 }
 
 /* Everything comes again, but what has no answer. */

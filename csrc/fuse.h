@@ -16,7 +16,9 @@ int fuse_take_over(struct weefs *w);
 
 /* Answers a READ whose chunks have all arrived (or parks it again, if one has gone meanwhile). Any thread. */
 void fuse_answer_pending(struct weefs *w, const struct pending *pending);
-void fuse_answer_error(int fd, uint64_t unique, int error);
+
+/* Answers a READ that was parked with an error, positive; its record is free then. Any thread. */
+void fuse_fail_read(struct weefs *w, const struct read_request *request, int error);
 
 /* The list of plans changed: the kernel drops what it holds of the root's attributes and listing. A plan has gone: it
  * drops its directory tree. Any thread but a FUSE thread, under no lock: the kernel may wait for a lookup that a FUSE

@@ -209,6 +209,7 @@ static void record(struct miss_queue *queue, struct read_request *request)
 		.inode = request->inode,
 		.offset = request->offset,
 		.size = request->size,
+		.since_ns = request->since_ns,
 	};
 
 	if (request->record != SESSION_NO_RECORD)
@@ -285,7 +286,7 @@ int miss_wait(struct miss_queue *queue, const struct read_request *request, cons
 	if (r == 0 && pending->waiting) {
 		record(queue, &pending->request);
 		link_pending(queue, pending);
-		queue->waited++;
+		stats_add(&queue->session->shared->reads_waited, 1);
 		pending = NULL;
 	} else if (r == 0) {
 		r = 1; /* they arrived before we had the lock */
@@ -367,7 +368,7 @@ static void add_failed(struct miss_queue *queue, struct pending *pending, uint32
 	queue->last_failed = &pending->next;
 	if (!queue->first_untaken)
 		queue->first_untaken = pending;
-	queue->failed++;
+	stats_add(&queue->session->shared->reads_failed, 1);
 	miss_ring(queue);
 }
 
@@ -452,10 +453,23 @@ bool miss_interrupt(struct miss_queue *queue, uint64_t unique, struct read_reque
 	if (pending) {
 		*ret_request = pending->request;
 		unlink_pending(queue, pending); /* its last flight frees it */
-		queue->interrupted++;
+		stats_add(&queue->session->shared->reads_interrupted, 1);
 	}
 	pthread_mutex_unlock(&queue->lock);
 	return pending != NULL;
+}
+
+static uint64_t oldest_of(const struct pending *pending, uint64_t oldest)
+{
+	for (; pending; pending = pending->next)
+		if (oldest == 0 || pending->request.since_ns < oldest)
+			oldest = pending->request.since_ns;
+	return oldest;
+}
+
+uint64_t miss_oldest(const struct miss_queue *queue)
+{
+	return oldest_of(queue->first_failed, oldest_of(queue->pending, 0));
 }
 
 static struct weefs_miss miss_of(const struct layer *layer, uint32_t chunk)

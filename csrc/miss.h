@@ -41,6 +41,7 @@ struct read_request {
 	uint32_t inode;
 	uint32_t size;
 	uint64_t offset;
+	uint64_t since_ns;	/* when it arrived, of stats_now_ns() */
 };
 
 /* The bytes of a verified chunk that the cache has no room for, shared by the requests that wait for it. */
@@ -82,7 +83,6 @@ struct miss_queue {
 	uint32_t n_pending, n_flights;
 	_Atomic uint64_t held_bytes;	/* needs no lock */
 	struct session *session;
-	uint64_t interrupted, failed, waited;
 	int event_fd;
 	bool stopping;	/* the mount is gone: nobody waits for room any more */
 };
@@ -131,6 +131,9 @@ void miss_ring(struct miss_queue *queue);
 
 /* Takes the request `unique` out, for an interrupt: fills `ret_request` and returns true when it waited. */
 bool miss_interrupt(struct miss_queue *queue, uint64_t unique, struct read_request *ret_request);
+
+/* When the request that waits longest arrived; 0: none waits. Under the lock. */
+uint64_t miss_oldest(const struct miss_queue *queue);
 
 uint32_t miss_take(struct miss_queue *queue, struct weefs_miss *ret_misses, uint32_t n);
 uint32_t miss_take_faults(struct miss_queue *queue, struct weefs_fault *ret_faults, uint32_t n);

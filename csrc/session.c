@@ -11,16 +11,18 @@
 #include "util.h"
 
 #define MAGIC "WEEFSMEM"
-#define VERSION 1u
+#define VERSION 2u
 #define MAX_PENDING (1u << 20)
 #define HEADER_SIZE 4096u
 #define SLOTS (UINT64_C(1) << NODE_SLOT_BITS)
+#define SHARED_SIZE ALIGN_UP(sizeof(struct stats_shared), UINT64_C(4096))
+#define THREAD_SIZE ALIGN_UP(sizeof(struct stats_thread), UINT64_C(4096))
 
 _Static_assert(sizeof(struct session_header) <= HEADER_SIZE, "the table begins behind it");
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "an atomic that takes a lock cannot be shared between processes");
 
 struct layout {
-	uint64_t parked, lookups, buffers, size;
+	uint64_t parked, lookups, counters, buffers, size;
 };
 
 static struct layout layout_of(uint32_t threads, uint32_t max_pending)
@@ -28,7 +30,8 @@ static struct layout layout_of(uint32_t threads, uint32_t max_pending)
 	struct layout layout = {.parked = HEADER_SIZE};
 
 	layout.lookups = ALIGN_UP(layout.parked + (uint64_t)max_pending * sizeof(struct parked), UINT64_C(4096));
-	layout.buffers = layout.lookups + 2 * SLOTS * sizeof(uint64_t);
+	layout.counters = layout.lookups + 2 * SLOTS * sizeof(uint64_t);
+	layout.buffers = layout.counters + SHARED_SIZE + threads * THREAD_SIZE;
 	layout.size = layout.buffers + (uint64_t)threads * SESSION_REQUEST_SIZE;
 	return layout;
 }
@@ -82,6 +85,8 @@ int session_open(struct session *session, int fd, struct weefs_error *error)
 	session->parked = (struct parked *)((uint8_t *)mapping + layout.parked);
 	session->plan_lookups = (_Atomic uint64_t *)((uint8_t *)mapping + layout.lookups);
 	session->layer_lookups = session->plan_lookups + SLOTS;
+	session->shared = (struct stats_shared *)((uint8_t *)mapping + layout.counters);
+	session->threads = (uint8_t *)mapping + layout.counters + SHARED_SIZE;
 	session->buffers = (uint8_t *)mapping + layout.buffers;
 	return 0;
 }
@@ -107,6 +112,11 @@ int session_buffer(struct session *session, uint32_t thread, uint8_t **ret_buffe
 		atomic_fetch_add((_Atomic uint8_t *)(buffer + at), 0);
 	*ret_buffer = buffer;
 	return 0;
+}
+
+struct stats_thread *session_thread(const struct session *session, uint32_t thread)
+{
+	return (struct stats_thread *)(session->threads + thread * THREAD_SIZE);
 }
 
 static _Atomic uint32_t *length_of(uint8_t *buffer)
@@ -136,6 +146,7 @@ void session_park(struct session *session, uint32_t record, const struct parked 
 	at->inode = parked->inode;
 	at->offset = parked->offset;
 	at->size = parked->size;
+	at->since_ns = parked->since_ns;
 	atomic_store(&at->unique, parked->unique);
 }
 

@@ -5,6 +5,7 @@
  *   header     what INIT agreed on, and numbers that go on counting
  *   parked     a table of READs that wait for chunks
  *   lookups    for each plan slot and each layer slot, how many references to its nodes the kernel holds
+ *   counters   one block of all threads and one per FUSE thread (stats.h)
  *   buffers    one per FUSE thread; the thread reads from /dev/fuse straight into it
  *
  * A request is in its thread's buffer from the moment the kernel has given it away (a SIGKILL takes effect when read(2) returns, so a
@@ -26,6 +27,7 @@
 #include <stdint.h>
 
 #include "node.h"
+#include "stats.h"
 #include "weefs.h"
 
 #define SESSION_MAX_THREADS 64u
@@ -54,14 +56,17 @@ struct parked {
 	uint64_t offset;
 	uint32_t size;
 	uint32_t reserved;
+	uint64_t since_ns;		/* when it arrived: CLOCK_MONOTONIC */
 };
-_Static_assert(sizeof(struct parked) == 40, "shared between processes");
+_Static_assert(sizeof(struct parked) == 48, "shared between processes");
 
 struct session {
 	struct session_header *header;	/* the mapping */
 	uint64_t size;
 	struct parked *parked;
 	_Atomic uint64_t *plan_lookups, *layer_lookups;	/* by slot */
+	struct stats_shared *shared;
+	uint8_t *threads;	/* a struct stats_thread each, in pages of its own: session_thread() */
 	uint8_t *buffers;
 };
 
@@ -75,6 +80,9 @@ void session_close(struct session *session);
 /* The buffer of a thread, in memory that stays there: the kernel fails a request whose buffer it has to page in for a process that is
  * being killed. */
 int session_buffer(struct session *session, uint32_t thread, uint8_t **ret_buffer);
+
+/* The counters of a thread. */
+struct stats_thread *session_thread(const struct session *session, uint32_t thread);
 
 /* The request in a buffer, or NULL. */
 const struct fuse_in_header *session_request(const uint8_t *buffer);

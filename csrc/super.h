@@ -52,8 +52,9 @@ struct worker {
 	uint32_t index;			/* of the descriptor, which is that of its buffer in the session */
 	uint8_t *request, *reply;	/* `request` is the session's */
 	_Atomic uint64_t section;	/* odd while the thread handles a request: see weefs_remove_plan() */
-	_Atomic uint64_t requests[64];
-	_Atomic uint64_t read_bytes;
+	struct stats_thread *stats;	/* the session's */
+	_Atomic uint64_t since_ns;	/* when the request that it handles arrived; 0: it waits for one */
+	bool parked;			/* that request was parked; its own thread's */
 	_Atomic bool ended;
 	bool started;
 };
@@ -74,7 +75,6 @@ struct weefs {
 	_Atomic uint32_t n_workers;
 	_Atomic uint32_t root_plan;	/* slot of the plan that is the root directory itself, or 0 */
 	_Atomic uint64_t changed_s, changed_ns; /* mtime of the root directory */
-	_Atomic uint64_t published, unwritten, rejected, late_read_bytes;
 	_Atomic uint32_t running;	/* FUSE threads */
 	int ended_fd;			/* an eventfd: the last of them has ended */
 	int session_fd;

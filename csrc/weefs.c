@@ -526,6 +526,8 @@ static int add_worker(struct weefs *w, int fd)
 		r = -errno;
 	else if (worker->reply)
 		r = session_buffer(&w->session, n, &worker->request);
+	if (r == 0)
+		worker->stats = session_thread(&w->session, n);
 	if (r) {
 		worker_free(worker);
 		return r;
@@ -598,8 +600,7 @@ void weefs_answer_faults(struct weefs *w, uint64_t through)
 	while (ready) {
 		struct pending *next = ready->next;
 
-		fuse_answer_error(ready->request.fd, ready->request.unique, EIO);
-		miss_done(&w->misses, &ready->request);
+		fuse_fail_read(w, &ready->request, EIO);
 		miss_release(&w->misses, ready);
 		ready = next;
 	}
@@ -646,20 +647,20 @@ static int store_chunk(struct weefs *w, struct layer *layer, uint32_t chunk, con
 	int r = cache_verify(&layer->cache, chunk, stored, size, &raw, &buffer, error);
 
 	if (r) {
-		atomic_fetch_add(&w->rejected, r == -EBADMSG);
+		stats_add(&w->session.shared->rejected, r == -EBADMSG);
 		return r;
 	}
 	for (uint32_t times = cache_times_voided(&layer->cache); r == 0; times = cache_times_voided(&layer->cache)) {
 		r = cache_write(&layer->cache, chunk, raw, error);
 		if (r || !cache_mark(&layer->cache, chunk, times))
 			continue;
-		atomic_fetch_add(&w->published, 1);
+		stats_add(&w->session.shared->published, 1);
 		return 0;
 	}
 	*ret_held = miss_hold(&w->misses, layer, chunk, raw);
 	if (!*ret_held)
 		return r;
-	atomic_fetch_add(&w->unwritten, 1);
+	stats_add(&w->session.shared->unwritten, 1);
 	return 0;
 }
 
@@ -714,28 +715,6 @@ int weefs_fail(struct weefs *w, uint32_t slot, uint32_t chunk, int error)
 	miss_failed(&w->misses, layer, chunk, error);
 	layer_unuse(w, layer);
 	return 0;
-}
-
-void weefs_get_statistics(struct weefs *w, struct weefs_statistics *ret)
-{
-	*ret = (struct weefs_statistics){
-		.read_bytes = atomic_load(&w->late_read_bytes),
-		.chunks_published = atomic_load(&w->published),
-		.chunks_unwritten = atomic_load(&w->unwritten),
-		.chunks_rejected = atomic_load(&w->rejected),
-	};
-	for (uint32_t i = 0; i < atomic_load(&w->n_workers); i++) {
-		for (uint32_t opcode = 0; opcode < 64; opcode++)
-			ret->requests[opcode] += atomic_load_explicit(&w->workers[i]->requests[opcode], memory_order_relaxed);
-		ret->read_bytes += atomic_load_explicit(&w->workers[i]->read_bytes, memory_order_relaxed);
-	}
-	pthread_mutex_lock(&w->misses.lock);
-	ret->reads_waited = w->misses.waited;
-	ret->reads_failed = w->misses.failed;
-	ret->reads_interrupted = w->misses.interrupted;
-	ret->pending = w->misses.n_pending;
-	ret->in_flight = w->misses.n_flights;
-	pthread_mutex_unlock(&w->misses.lock);
 }
 
 /* ---- for tests and tools ---- */

@@ -83,9 +83,45 @@ struct weefs_image_info {
 	uint64_t names;
 };
 
+/* How long things took, by powers of two: bucket i counts those of more than 2^(i-1) and at most 2^i microseconds, the first all up to one
+ * microsecond, the last all that took more than 2^30 (18 minutes). */
+struct weefs_histogram {
+	uint64_t buckets[32];
+	uint64_t sum_ns;
+};
+
+/* Of a FUSE opcode. `answered`: from the arrival of a request until it was dealt with; not READs that had to wait. `errors`: answered
+ * with an errno that is no ordinary answer (those are ENOENT, ENODATA, ENOSYS, ENXIO, ERANGE, EINTR, and EAGAIN to an INTERRUPT). */
+struct weefs_operation {
+	uint64_t requests;
+	uint64_t errors;
+	struct weefs_histogram answered;
+};
+
+/* What a source of chunks was asked for and gave. */
+struct weefs_traffic {
+	uint64_t misses;	/* chunks that readers waited for */
+	uint64_t ahead;		/* chunks that no reader waited for yet */
+	uint64_t requests;	/* for chunks */
+	uint64_t bytes;		/* of chunks that arrived */
+	uint64_t metadata_requests;
+	uint64_t metadata_bytes;
+	uint64_t retries;
+	uint64_t given_up;	/* chunks */
+};
+
+struct weefs_source {
+	struct weefs_traffic traffic;
+	struct weefs_histogram fetches;	/* requests that brought something */
+};
+
+/* Counters are of the session: of all processes that served it. */
 struct weefs_statistics {
-	uint64_t requests[64];	/* by FUSE opcode; [0]: any opcode of 64 or more */
+	struct weefs_operation operations[64];	/* by FUSE opcode; [0]: any opcode of 64 or more */
+	struct weefs_source sources[8];		/* numbered by the caller */
+	struct weefs_histogram waited;	/* READs that had to wait, from their arrival to their answer, whichever it was */
 	uint64_t read_bytes;	/* sent in answers to READ */
+	uint64_t late_read_bytes;	/* those of them in answers to READs that had to wait */
 	uint64_t reads_waited;	/* READ requests that had to wait for a chunk */
 	uint64_t reads_failed;	/* READ requests answered with EIO */
 	uint64_t reads_interrupted;
@@ -94,6 +130,10 @@ struct weefs_statistics {
 	uint64_t chunks_rejected;	/* did not decompress or did not have their digest */
 	uint64_t pending;	/* READ requests waiting now */
 	uint64_t in_flight;	/* chunks being fetched now */
+	uint64_t oldest_waiting_ns;	/* age of the READ that waits longest, one that waits to be reported as failed included; 0: none waits */
+	uint64_t oldest_handled_ns;	/* how long a FUSE thread has been busy with a request; 0: none is */
+	uint64_t layer_slots;	/* in use: with a layer, or reserved */
+	uint64_t plan_slots;
 };
 
 /* Where a layer or a plan is: what must be the same after another process took over. */
@@ -201,6 +241,9 @@ int weefs_publish(struct weefs *w, uint32_t layer, uint32_t chunk, const uint8_t
 int weefs_fail(struct weefs *w, uint32_t layer, uint32_t chunk, int error);
 
 void weefs_get_statistics(struct weefs *w, struct weefs_statistics *ret_statistics);
+
+/* Adds to the counters of a source. `fetch_ns`: how long a request took that brought something; 0: there was none. -EINVAL: no such source. */
+int weefs_count_traffic(struct weefs *w, uint32_t source, const struct weefs_traffic *traffic, uint64_t fetch_ns);
 
 /* Without a mount, for tests and tools: the node of a path below a plan's root (not following a symlink at its end), and what it is.
  * `ret_attr` as FUSE has it. -ENOENT, -ENOTDIR. */

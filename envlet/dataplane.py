@@ -46,6 +46,8 @@ FAULT_BACKLOG = 4096
 """Faults that a busy daemon has not looked at; more than the data plane keeps without an acknowledgement."""
 START_DELAYS_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 """Before each attempt to start a successor; after the last, the data plane is lost."""
+UNHEARD_MAX = 16
+"""Requests for statistics that one process has not answered; they fit into its socket's buffer many times."""
 START_TIMEOUT_S = 60.0
 """For a successor to serve: it reads the tables of all its layers first."""
 
@@ -81,6 +83,8 @@ class DataPlaneConfig:
     auth_files: tuple[Path, ...] = ()
     deaths_max_per_minute: int = 120
     """A data plane that dies more often is given up: something in what it is asked kills it."""
+    statistics_timeout_s: float = 3.0
+    """For figures of a process that may hang: whoever asks how the node is must hear it."""
     arguments: tuple[str, ...] = ()
     """Further arguments of `python -m weefs`, for tests."""
 
@@ -103,6 +107,8 @@ class _Connection:
         self._waiting: dict[int, tuple[trio.Event, list[protocol.Answer]]] = {}
         self._send_lock = trio.Lock()
         self.has_ended = False
+        self.unheard: set[int] = set()
+        """Requests for statistics whose answers nobody waits for any more and that have not come."""
 
     async def messages(self) -> AsyncIterator[protocol.FaultEvent]:
         """Hands answers to those who wait for them and yields the rest, until the process is gone."""
@@ -113,6 +119,7 @@ class _Connection:
                 for line in lines:
                     match protocol.decode_message(line):
                         case protocol.Answer() as answer:
+                            self.unheard.discard(answer.id)
                             if answer.id in self._waiting:
                                 event, answers = self._waiting[answer.id]
                                 answers.append(answer)
@@ -346,7 +353,7 @@ class WeefsDataPlane:
 
     # ---- what the daemon asks ----
 
-    async def _call(self, request: type[protocol.AddPlan | protocol.RemovePlan | protocol.GetStatistics], **values: Any) -> Any:
+    async def _call(self, request: type[protocol.AddPlan | protocol.RemovePlan], **values: Any) -> Any:
         """Asks, and asks a successor again. Raises DataPlaneError; DataPlaneLost."""
         while True:
             connection = await self._current()
@@ -377,8 +384,16 @@ class WeefsDataPlane:
         await self._call(protocol.RemovePlan, plan_id=plan_id)
 
     async def statistics(self) -> dict[str, Any]:
-        result: dict[str, Any] = await self._call(protocol.GetStatistics)
-        return result | {
+        """The process's own figures if it gives them in time; `serving` says whether it did."""
+        figures: dict[str, Any] = {"serving": False}
+        with trio.move_on_after(self._config.statistics_timeout_s), contextlib.suppress(_Ended, DataPlaneError):
+            connection = await self._current()
+            # A process that hangs is asked a few times and no more: a send that is cut short would leave half a line in its socket.
+            if len(connection.unheard) < UNHEARD_MAX:
+                request = protocol.GetStatistics(id=connection.next_id())
+                connection.unheard.add(request.id)
+                figures = {"serving": True} | await connection.call(request)
+        return figures | {
             "process": {
                 "pid": self._process.pid if self._process is not None else None,
                 "successors": self._successors,

@@ -108,7 +108,7 @@ class DataPlane(Protocol):
         ...
 
     async def statistics(self) -> dict[str, Any]:
-        """Figures for `node.info`, as JSON can say them."""
+        """Figures for `node.info`, as JSON can say them; `serving`: whether it gave its own. Answers in seconds, whatever happens."""
         ...
 
     def faults(self) -> trio.MemoryReceiveChannel[Fault]:

@@ -219,7 +219,7 @@ class NodeInfo(Result, frozen=True, kw_only=True):
     environments: Annotated[dict[str, int], Meta(description="How many, by state.")]
     environments_max: int
     starting_max: int
-    statistics: Annotated[dict[str, Any], Meta(description="Counters of the daemon; `data_plane` has those of weefs.")]
+    statistics: Annotated[dict[str, Any], Meta(description="Counters of the daemon; `data_plane` has those of weefs (docs/metrics.md).")]
 
 
 class RestartRequest(Request, frozen=True, kw_only=True):

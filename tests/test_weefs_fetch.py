@@ -40,8 +40,9 @@ from weefs import core
 from weefs.cachedir import CacheDirectory
 from weefs.dataplane import DataPlane
 from weefs.errors import LayerRefused
-from weefs.fetch import FetchPolicy, LayerSource, LayerTraffic, in_thread, read_patiently
+from weefs.fetch import FetchPolicy, LayerSource, in_thread, read_patiently
 from weefs.protocol import FaultEvent, Layer
+from weefs.traffic import LayerTraffic
 
 LARGE = make_content(CHUNK * 8, 1, False)
 FILES = {"large": LARGE, "other": make_content(CHUNK * 3, 2, False), "small": b"small"}
@@ -578,18 +579,16 @@ class Scripted:
 
 def read_scripted(*failures: Exception, deadline_s: float) -> tuple[bytes | Exception, int]:
     """What comes of it, and after how many requests."""
-    requests: list[None] = []
+    traffic = LayerTraffic()
 
     async def run() -> bytes:
         deadline = asyncio.get_running_loop().time() + deadline_s
-        source = LayerSource(Scripted(*failures), "sha256:0", LayerTraffic())
-        count: Callable[[], None] = lambda: requests.append(None)  # noqa: E731
-        return await read_patiently(source, 0, 3, deadline=deadline, policy=QUICK, count=count)
+        return await read_patiently(LayerSource(Scripted(*failures), "sha256:0", traffic), 0, 3, deadline=deadline, policy=QUICK)
 
     try:
-        return asyncio.run(run()), len(requests)
+        return asyncio.run(run()), traffic.requests
     except Exception as error:
-        return error, len(requests)
+        return error, traffic.requests
 
 
 def test_patience_ends_where_waiting_would_pass_the_deadline() -> None:

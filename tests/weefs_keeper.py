@@ -28,6 +28,8 @@ from registry_fixture import run_server
 from weefs import core, protocol
 
 THREADS = 2
+PARKED_SIZE = 48
+"""Of a record of a READ that waits (csrc/session.h)."""
 MNT_FORCE, MNT_DETACH = 1, 2
 
 
@@ -197,8 +199,8 @@ class Keeper:
 
     def parked(self) -> int:
         """READs that wait for chunks, as the memory that outlives the processes says."""
-        table = os.pread(self.session_fd, self.max_pending * 40, 4096)
-        return sum(table[at : at + 8] != bytes(8) for at in range(0, len(table), 40))
+        table = os.pread(self.session_fd, self.max_pending * PARKED_SIZE, 4096)
+        return sum(table[at : at + 8] != bytes(8) for at in range(0, len(table), PARKED_SIZE))
 
     def said(self) -> str:
         """What the processes wrote to stderr."""

@@ -1,4 +1,4 @@
-"""`weenv node …`: serve (also `envlet`), restart, info."""
+"""`weenv node …`: serve (also `envlet`), restart, info, metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from tools import exits, output, settings
+from tools import exits, node_report, output, settings
 
 if TYPE_CHECKING:
     from envlet.daemon import HandOver
@@ -157,20 +157,9 @@ def run_info(arguments: argparse.Namespace) -> int:
     if arguments.format == "json":
         output.print_json(info)
         return exits.OK
-    plane = info["statistics"]["data_plane"]
-    layers = plane["layers"].values()
-    states = ", ".join(f"{number} {state}" for state, number in info["environments"].items()) or "none"
-    fetched, stored = sum(layer["bytes"] for layer in layers), sum(layer["stored_bytes"] for layer in layers)
-    print(f"version       {info['version']}")
-    print(f"runtime       {info['runtime']}, cgroups {info['cgroups']}")
-    print(f"view          {info['view']} ({info['view_reason']})")
-    print(f"environments  {states} (at most {info['environments_max']})")
-    print(f"plans         {plane['plans']}, layers {len(layers)}")
-    print(f"fetched       {output.size(fetched)} of {output.size(stored)} ({output.share(fetched, stored)})")
-    requests = {
-        name.removeprefix("requests_"): n for name, n in plane["fuse"].items() if name.startswith("requests_") and n
-    }
-    print(
-        f"fuse          {sum(requests.values())} requests: {', '.join(f'{name} {n}' for name, n in requests.items())}"
-    )
+    for line in node_report.lines(info):
+        print(line)
+    if rows := node_report.operations(info):
+        print()
+        output.print_table(node_report.HEADERS, rows)
     return exits.OK

@@ -11,11 +11,12 @@ import os
 from collections.abc import Sequence
 from mmap import mmap
 from pathlib import Path
-from typing import NewType
+from typing import Any, NewType
 
 import attrs
 
 from weefs._core import ffi, lib
+from weefs.traffic import SOURCES
 
 LayerSlot = NewType("LayerSlot", int)
 PlanSlot = NewType("PlanSlot", int)
@@ -32,6 +33,10 @@ FUSE_OPCODES = {
     38: "destroy", 42: "batch_forget", 44: "readdirplus", 46: "lseek", 52: "statx",
 }  # fmt: skip
 """Names of the FUSE operations that a read-only mount sees (linux/fuse.h)."""
+
+
+TRAFFIC = ("misses", "ahead", "requests", "bytes", "metadata_requests", "metadata_bytes", "retries", "given_up")
+"""What is counted of a source: chunks that readers waited for and chunks fetched ahead of them, requests, bytes, chunks given up."""
 
 
 class CoreError(OSError):
@@ -368,14 +373,15 @@ class Core:
         _check(lib.weefs_fail(self._weefs, layer, chunk, error), None, f"chunk {chunk}")
 
     def statistics(self) -> dict[str, int]:
-        """Counters since the start: `requests_<operation>`, bytes, reads, chunks; `pending` and `in_flight` are
-        of now.
+        """Counters of the session: `requests_<operation>`, bytes, reads, chunks; `pending`, `in_flight` and the slots
+        are of now.
         """
         stats = ffi.new("struct weefs_statistics *")
         lib.weefs_get_statistics(self._weefs, stats)
-        counted = {f"requests_{name}": int(stats.requests[opcode]) for opcode, name in FUSE_OPCODES.items()}
+        counted = {f"requests_{name}": int(stats.operations[opcode].requests) for opcode, name in FUSE_OPCODES.items()}
         names = (
             "read_bytes",
+            "late_read_bytes",
             "reads_waited",
             "reads_failed",
             "reads_interrupted",
@@ -384,14 +390,61 @@ class Core:
             "chunks_rejected",
             "pending",
             "in_flight",
+            "layer_slots",
+            "plan_slots",
         )
         return counted | {name: int(getattr(stats, name)) for name in names}
+
+    def measurements(self) -> dict[str, Any]:
+        """Counters of the session with times, as JSON can say them: `operations` by name (those that occurred; all that have no name
+        are `other`), `reads_waited`, `sources` by kind, and the ages of the oldest requests in seconds (0: there is none).
+        """
+        stats = ffi.new("struct weefs_statistics *")
+        lib.weefs_get_statistics(self._weefs, stats)
+        operations: dict[str, dict[str, Any]] = {}
+        for opcode, operation in enumerate(stats.operations):
+            if operation.requests == 0:
+                continue
+            shown = {"requests": int(operation.requests), "errors": int(operation.errors), "answered": _histogram(operation.answered)}
+            name = FUSE_OPCODES.get(opcode, "other")
+            operations[name] = _sum(operations[name], shown) if name in operations else shown
+        sources = {}
+        for number, kind in enumerate(SOURCES):
+            traffic = stats.sources[number].traffic
+            sources[kind] = {name: int(getattr(traffic, name)) for name in TRAFFIC} | {"fetches": _histogram(stats.sources[number].fetches)}
+        return {
+            "operations": operations,
+            "reads_waited": _histogram(stats.waited),
+            "sources": sources,
+            "oldest_waiting_s": stats.oldest_waiting_ns / 1e9,
+            "oldest_handled_s": stats.oldest_handled_ns / 1e9,
+        }
+
+    def count_traffic(self, source: str, *, fetch_s: float = 0.0, **counts: int) -> None:
+        """Adds `counts`, names of TRAFFIC, to a kind of source, one of weefs.traffic.SOURCES. `fetch_s`: how long a request took that
+        brought something.
+        """
+        traffic = ffi.new("struct weefs_traffic *", counts)
+        _check(lib.weefs_count_traffic(self._weefs, SOURCES.index(source), traffic, round(fetch_s * 1e9)), None, f"source {source}")
 
     def lookup(self, plan: PlanSlot, path: bytes) -> Attributes:
         """What the mount shows of `path` below the plan's root, without a mount."""
         attr = ffi.new("struct weefs_attr *")
         _check(lib.weefs_lookup(self._weefs, plan, path, attr), None, os.fsdecode(path))
         return Attributes(*(getattr(attr, field.name) for field in attrs.fields(Attributes)))
+
+
+def _histogram(histogram: Any) -> dict[str, Any]:
+    return {"buckets": [int(n) for n in histogram.buckets], "sum_s": histogram.sum_ns / 1e9}
+
+
+def _sum(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    buckets = [a + b for a, b in zip(one["answered"]["buckets"], other["answered"]["buckets"], strict=True)]
+    return {
+        "requests": one["requests"] + other["requests"],
+        "errors": one["errors"] + other["errors"],
+        "answered": {"buckets": buckets, "sum_s": one["answered"]["sum_s"] + other["answered"]["sum_s"]},
+    }
 
 
 def _miss(miss: object) -> Miss:

@@ -27,11 +27,12 @@ from weefs.cachedir import CacheDirectory, LayerRecord, boot_id
 from weefs.core import Core, CoreError, LayerSlot, Place, PlanInfo, PlanSlot, check_toc
 from weefs.core import CoreFault as CoreFault
 from weefs.errors import LayerRefused, WeefsError
-from weefs.fetch import Fetcher, FetchPolicy, LayerSource, LayerTraffic, in_thread, read_patiently
+from weefs.fetch import Fetcher, FetchPolicy, LayerSource, in_thread, read_patiently
 from weefs.images import Images, layer_name
 from weefs.journal import Journal, LayerAdded, LayerClosed, PlanAdded, PlanRemoved
 from weefs.log import say
 from weefs.protocol import FaultEvent, Layer, Plan
+from weefs.traffic import LayerTraffic, source_kind
 
 FOOTER_SIZE = 80
 MAX_TOC_BYTES = (4 << 30) - 1
@@ -268,7 +269,7 @@ class DataPlane:
     async def _restore_layer(self, line: LayerAdded) -> None:
         reader = self._readers.setdefault(line.layer.source, _Reader(_LateRanges(line.layer.source, self._credentials)))
         reader.users += 1
-        source = LayerSource(reader.reader, line.layer.digest, LayerTraffic())
+        source = LayerSource(reader.reader, line.layer.digest, self._traffic(line.layer))
         self._served(await self._open_layer(line.layer, source, line.place))
 
     async def finish_removals(self) -> None:
@@ -311,7 +312,7 @@ class DataPlane:
     async def _serve_layer(self, layer: Layer) -> _Served:
         reader = await self._reader(layer.source)
         try:
-            source = LayerSource(reader, layer.digest, LayerTraffic())
+            source = LayerSource(reader, layer.digest, self._traffic(layer))
             place = self._core.reserve_layer()
             try:
                 served = await self._open_layer(layer, source, place)
@@ -394,14 +395,10 @@ class DataPlane:
         return record
 
     async def _read_metadata(self, source: LayerSource, offset: int, size: int, deadline: float) -> bytes:
-        traffic = source.traffic
+        return await read_patiently(source, offset, size, deadline=deadline, policy=self._policy, metadata=True)
 
-        def count() -> None:
-            traffic.metadata_requests += 1
-
-        stored = await read_patiently(source, offset, size, deadline=deadline, policy=self._policy, count=count)
-        traffic.metadata_bytes += len(stored)
-        return stored
+    def _traffic(self, layer: Layer) -> LayerTraffic:
+        return LayerTraffic(also=functools.partial(self._core.count_traffic, source_kind(layer.source)))
 
     async def _toc_place(self, layer: Layer, source: LayerSource, deadline: float) -> _TocPlace:
         """Where the manifest says the TOC is; without that, where the footer does."""
@@ -451,9 +448,10 @@ class DataPlane:
             )
 
     def statistics(self) -> dict[str, Any]:
-        """Counters since the start, bytes and requests.
+        """What docs/metrics.md says of `data_plane`: bytes, requests, seconds.
 
-        `layers` by digest; of them `present_bytes` and `stored_bytes` in blob bytes.
+        Counters are of the mount, over all processes that served it; those of `layers`, by digest, of this process. Of these
+        `present_bytes` and `stored_bytes` are blob bytes.
         """
         layers = {}
         for digest, served in self._layers.items():
@@ -463,7 +461,7 @@ class DataPlane:
                 if not served.closing:
                     raise
                 continue  # closed a moment ago
-            layers[digest] = attrs.asdict(served.traffic) | {
+            layers[digest] = served.traffic.counted() | {
                 "present_bytes": info.present_stored,
                 "stored_bytes": info.blob_size,
                 "present_content_bytes": info.present_raw,
@@ -471,7 +469,14 @@ class DataPlane:
                 "entries": info.dirents,
             }
         images = self._images.statistics()
-        return {"fuse": self._core.statistics(), "plans": len(self._plans), "layers": layers, "images": images}
+        return self._core.measurements() | {
+            "fuse": self._core.statistics(),
+            "plans": len(self._plans),
+            "layers": layers,
+            "images": images,
+            "descriptors": len(os.listdir("/proc/self/fd")) - 1,  # without that of the listing itself
+            "journal_bytes": self._journal.size_bytes,
+        }
 
 
 def _cgroup_of(pid: int) -> str:

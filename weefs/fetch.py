@@ -27,6 +27,7 @@ from weefs.coalesce import Range, coalesce
 from weefs.core import ChunkIndex, Core, CoreError, CoreFault, DamagedError, LayerSlot, Miss
 from weefs.log import say, say_traceback
 from weefs.readahead import ReadAhead
+from weefs.traffic import LayerTraffic
 
 PUBLISHED_HERE_BYTES = 32 << 10
 """So little is decompressed and verified faster than handed to a thread (bench/miss.py)."""
@@ -57,18 +58,6 @@ class FetchPolicy:
         return longest_s * random.uniform(0.5, 1.0)
 
 
-@attrs.define
-class LayerTraffic:
-    """What was fetched for a layer, since the start."""
-
-    requests: int = 0
-    bytes: int = 0
-    metadata_requests: int = 0
-    metadata_bytes: int = 0
-    retries: int = 0
-    given_up_chunks: int = 0
-
-
 @attrs.frozen
 class LayerSource:
     """Where the chunks of a layer come from."""
@@ -79,20 +68,23 @@ class LayerSource:
 
 
 async def read_patiently(
-    source: LayerSource, offset: int, size: int, *, deadline: float, policy: FetchPolicy, count: Callable[[], None]
+    source: LayerSource, offset: int, size: int, *, deadline: float, policy: FetchPolicy, metadata: bool = False
 ) -> bytes:
     """A range of a layer's blob, asked for until `deadline` (the loop's time, seconds) as long as that may help.
 
-    `count` is called before each request. RegistryError: what the last one ended with.
+    Counted in the source's traffic. RegistryError: what the last one ended with.
     """
     loop = asyncio.get_running_loop()
     attempt = 0
     while True:
         attempt += 1
-        count()
+        source.traffic.asked(metadata=metadata)
+        begin_s = loop.time()
         try:
             async with asyncio.timeout_at(deadline):
-                return await source.reader.read(source.digest, offset, size)
+                received = await source.reader.read(source.digest, offset, size)
+            source.traffic.arrived(len(received), loop.time() - begin_s, metadata=metadata)
+            return received
         except TimeoutError:
             where = f"{size} bytes at {offset} of {source.digest}"
             raise Unreachable(f"{where}: expected an answer within {policy.deadline_s:g} s, received none") from None
@@ -100,7 +92,7 @@ async def read_patiently(
             delay_s = max(policy.delay_s(attempt), error.retry_after_s or 0.0)
             if loop.time() + delay_s >= deadline:
                 raise
-        source.traffic.retries += 1
+        source.traffic.retried()
         await asyncio.sleep(delay_s)
 
 
@@ -168,8 +160,10 @@ class Fetcher:
                     _drain(fd)
                     while misses := self._core.take_misses():
                         # What is read ahead travels apart: nobody waits for more bytes than it asked for.
-                        for wanted in [*coalesce(misses), *coalesce(self._claim_ahead(misses))]:
-                            tasks.create_task(self._fetch_or_fail(wanted))
+                        for chunks, ahead in ((misses, False), (self._claim_ahead(misses), True)):
+                            for wanted in coalesce(chunks):
+                                self._sources[wanted.layer].traffic.wanted(len(wanted.misses), ahead=ahead)
+                                tasks.create_task(self._fetch_or_fail(wanted))
                     self._report_faults()
                     self._on_idle()
         finally:
@@ -227,16 +221,7 @@ class Fetcher:
 
     async def _read(self, wanted: Range, deadline: float) -> bytes:
         """The bytes of a range, tried until the deadline. RegistryError: the last one's."""
-        source = self._sources[wanted.layer]
-
-        def count() -> None:
-            source.traffic.requests += 1
-
-        stored = await read_patiently(
-            source, wanted.offset, wanted.size, deadline=deadline, policy=self._policy, count=count
-        )
-        source.traffic.bytes += len(stored)
-        return stored
+        return await read_patiently(self._sources[wanted.layer], wanted.offset, wanted.size, deadline=deadline, policy=self._policy)
 
     async def _publish(self, wanted: Range, stored: bytes, unsettled: dict[ChunkIndex, Miss]) -> list[Miss]:
         """Hands each chunk of a range to the core, here or in a thread; returns those that did not have their digest."""
@@ -264,7 +249,7 @@ class Fetcher:
     def _give_up(self, layer: LayerSlot, misses: Iterable[Miss], error: int, reason: str) -> None:
         source = self._sources[layer]
         for miss in list(misses):
-            source.traffic.given_up_chunks += 1
+            source.traffic.gave_up()
             self._reasons[(layer, miss.chunk)] = reason
             if len(self._reasons) > 1024:
                 del self._reasons[next(iter(self._reasons))]

@@ -174,6 +174,11 @@ class Journal:
         journal._write_anew()
         return journal
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the file; 0 without one."""
+        return self._size
+
     def append(self, line: Line) -> None:
         """OSError: nothing was written, and nothing changed."""
         if self._path is not None:
