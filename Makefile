@@ -50,10 +50,11 @@ fuzz: setup
 	build/fuzz/fuzz_toc -max_total_time=$(FUZZ_SECONDS) -max_len=65536 -timeout=10 -print_final_stats=1 \
 		-artifact_prefix=build/fuzz/ build/fuzz/corpus
 
-# What is generated from the types: docs/api.md and docs/errors.md.
+# What is generated from the types: docs/api.md, docs/errors.md and docs/metrics.md.
 docs: setup
 	$(BIN)/python -m tools.apidoc > docs/api.md
 	$(BIN)/python -m tools.apidoc errors > docs/errors.md
+	$(BIN)/python -m tools.apidoc metrics > docs/metrics.md
 
 clean:
 	rm -rf build *.egg-info weefs/_core*.so weefs/_core.c envlet/weenv-init

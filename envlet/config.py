@@ -53,6 +53,8 @@ class NodeConfig:
     """How long init commands keep a place among those that start: slow ones do not hold up the others."""
     remembered_max: int = 1000
     """How many deleted environments `env.get` still knows."""
+    metrics_listen: tuple[str, int] | None = None
+    """Host and port of GET /metrics for Prometheus; None: not served."""
     connections_max: int = 256
     requests_max: int = 1024
     """At once, of one connection."""

@@ -31,7 +31,7 @@ from typing import Any
 import attrs
 import trio
 
-from envlet import cgroups, ending, errors, kernel_view, mounts, overlay, processes, record, syscalls
+from envlet import cgroups, ending, errors, kernel_view, metrics, metrics_server, mounts, overlay, processes, record, syscalls
 from envlet.bundle import OPEN_FILES_MAX
 from envlet.cgroups import Cgroup, CgroupError, Layout
 from envlet.config import NodeConfig
@@ -315,6 +315,10 @@ class Daemon:
             statistics=statistics,
         )
 
+    async def metrics(self) -> bytes:
+        """The figures of node.info as Prometheus reads them."""
+        return metrics.exposition(await self.info(InfoRequest()))
+
     async def watch_faults(self) -> None:
         """Marks the environment of each reader that got EIO. The end of the faults is the end of the data plane."""
         async for fault in self._data_plane.faults():
@@ -407,6 +411,9 @@ async def _serve(
         parent = cgroups.make_parent(layout, config.cgroup_parent)
         stack.callback(os.close, _lock(parent, os.O_RDONLY | os.O_DIRECTORY, f"control group {config.cgroup_parent}"))
         stack.callback(cgroups.remove_if_empty, layout, config.cgroup_parent)
+        listeners = await metrics_server.listen(*config.metrics_listen) if config.metrics_listen is not None else []
+        for listener_of_metrics in listeners:
+            stack.callback(listener_of_metrics.socket.close)
         _make_directories(config)
         null_fd = open_null()
         stack.callback(os.close, null_fd)
@@ -439,6 +446,8 @@ async def _serve(
                 await daemon.adopt(list(adopted.values()))
                 await trio.to_thread.run_sync(views.sweep)
                 nursery.start_soon(daemon.watch_faults)
+                if listeners:
+                    nursery.start_soon(metrics_server.serve, listeners, daemon.metrics)
                 async with trio.open_nursery() as accepting:
                     await accepting.start(server.run)
                     if handle_signals:

@@ -146,10 +146,12 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-def start_node(directory: Path, cgroup: str, *, group: bool = False) -> Node:
+def start_node(directory: Path, cgroup: str, *, group: bool = False, settings: str = "") -> Node:
+    """`settings`: further lines of its configuration."""
     directory.mkdir(exist_ok=True)
     config = directory / "node.toml"
-    config.write_text(f'state_dir = "{directory}/state"\nrun_dir = "{directory}/run"\ncgroup_parent = "{cgroup}"\nchunk_deadline_s = 2.0\n')
+    own = f'state_dir = "{directory}/state"\nrun_dir = "{directory}/run"\ncgroup_parent = "{cgroup}"\nchunk_deadline_s = 2.0\n'
+    config.write_text(own + settings)
     with (directory / "log").open("ab") as log:
         process = subprocess.Popen(
             [WEENV, "node", "serve", "--config", config], stdout=log, stderr=subprocess.STDOUT, process_group=0 if group else None
@@ -171,9 +173,9 @@ def left_behind(node: Node) -> list[str]:
 
 
 @contextlib.contextmanager
-def run_node(directory: Path, *, status: int = 0, group: bool = False) -> Iterator[Node]:
+def run_node(directory: Path, *, status: int = 0, group: bool = False, settings: str = "") -> Iterator[Node]:
     """A daemon that must end with `status` and leave nothing."""
-    node = start_node(directory, f"/weenv-test-{os.getpid()}-{next(NODE_NUMBERS)}", group=group)
+    node = start_node(directory, f"/weenv-test-{os.getpid()}-{next(NODE_NUMBERS)}", group=group, settings=settings)
     try:
         yield node
     finally:

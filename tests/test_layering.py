@@ -18,7 +18,7 @@ LIBRARIES = {
     "layerformat": {"attr", "attrs", "isal", "zstandard"},
     "registry": {"attr", "attrs", "msgspec", "oras", "requests", "aiohttp"},
     "weefs": {"attr", "attrs", "msgspec", "cffi", "zstandard", "pyfuse3", "trio"},
-    "envlet": {"attr", "attrs", "msgspec", "trio", "psutil"},
+    "envlet": {"attr", "attrs", "h11", "msgspec", "prometheus_client", "trio", "psutil"},
     "tools": {"attr", "attrs", "jinja2", "msgspec", "rich", "trio", "zstandard"},
 }
 ONLY_IN = {
@@ -28,6 +28,8 @@ ONLY_IN = {
     "oras": {"registry/remote.py"},
     "requests": {"registry/remote.py"},
     "aiohttp": {"registry/http_ranges.py"},
+    "h11": {"envlet/metrics_server.py"},
+    "prometheus_client": {"envlet/metrics.py"},
     "jinja2": {"tools/recipes/templates.py"},
     "argparse": {path.relative_to(ROOT).as_posix() for path in (ROOT / "tools").rglob("*.py")} | {"weefs/__main__.py"},
 }

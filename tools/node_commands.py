@@ -46,6 +46,11 @@ def register(commands: Any) -> None:
     info.set_defaults(run=run_info)
 
 
+    metrics = sub.add_parser("metrics", help="the same for Prometheus, once; docs/metrics.md says what each is")
+    add_socket(metrics)
+    metrics.set_defaults(run=run_metrics)
+
+
 def add_socket(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--socket", type=Path, metavar="PATH", help="of the daemon (default: $WEENV_SOCKET, /run/weenv/envlet.sock)"
@@ -76,6 +81,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         pids=chosen.pids,
         view=chosen.view,
         host_network=chosen.host_network,
+        metrics_listen=chosen.metrics_address,
         environments_max=chosen.environments_max,
     )
     if chosen.starting_max is not None:
@@ -146,6 +152,15 @@ def run_restart(arguments: argparse.Namespace) -> int:
     adopted = after.statistics["adopted"]
     cut = f", {result.cut_short} requests cut short" if result.cut_short else ""
     print(f"restarted: version {after.version}, {adopted} environments taken over, away for {end_s - away_s:.2f} s{cut}")
+    return exits.OK
+
+
+def run_metrics(arguments: argparse.Namespace) -> int:
+    from envlet.client import Client
+    from envlet.metrics import exposition
+
+    with Client(settings.socket_path(arguments.socket)) as client:
+        sys.stdout.write(exposition(client.info()).decode())
     return exits.OK
 
 

@@ -11,6 +11,8 @@ from weefs.traffic import quantile_s
 
 HEADERS = ("OPERATION", "COUNT", "ERRORS", "P50", "P99")
 """Of the table. The times are upper bounds, powers of two."""
+BUSY_S = 1.0
+"""A thread that works on one request for longer is worth a word."""
 
 
 def lines(info: dict[str, Any]) -> list[str]:
@@ -33,7 +35,7 @@ def _plane_lines(plane: dict[str, Any]) -> list[str]:
     misses = ", ".join(f"{traffic['misses']} from {kind}" for kind, traffic in plane["sources"].items())
     ahead = sum(traffic["ahead"] for traffic in plane["sources"].values())
     oldest = f", the oldest since {output.duration(plane['oldest_waiting_s'])}" if plane["oldest_waiting_s"] else ""
-    busy = f", a thread is busy with one since {output.duration(plane['oldest_handled_s'])}" if plane["oldest_handled_s"] else ""
+    busy = f", a thread is busy with one since {output.duration(plane['oldest_handled_s'])}" if plane["oldest_handled_s"] > BUSY_S else ""
     return [
         f"plans         {plane['plans']}, layers {len(layers)}",
         f"fetched       {output.size(fetched)} of {output.size(stored)} ({output.share(fetched, stored)})",

@@ -6,6 +6,7 @@ not become no limit."""
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -93,6 +94,7 @@ class NodeSettings:
     chunk_deadline_s: float = 30.0
     view: Literal["auto", "kernel", "merged"] = "auto"
     host_network: bool = False
+    metrics_listen: str | None = None
     environments_max: int = 1024
     starting_max: int | None = None
     """None: 1.5 x the cores, as envlet decides."""
@@ -105,9 +107,23 @@ class NodeSettings:
     def cache_path(self) -> Path:
         return self.cache_dir or self.state_dir / "cache"
 
+    @property
+    def metrics_address(self) -> tuple[str, int] | None:
+        """Host and port of `metrics_listen`."""
+        if self.metrics_listen is None:
+            return None
+        host, _, port = self.metrics_listen.rpartition(":")
+        return host.removeprefix("[").removesuffix("]"), int(port)
+
 
 VIEWS = ("auto", "kernel", "merged")
 _PATHS = {"state_dir", "run_dir", "socket", "cache_dir"}
+
+
+def _is_address(text: str) -> bool:
+    """HOST:PORT, of an IPv6 address in brackets: whoever leaves the host out would serve the whole network."""
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]\s]+):(\d{1,5})", text)
+    return match is not None and 0 < int(match[2]) < 65536
 
 
 def _value(name: str, value: Any, path: Path) -> Any:
@@ -121,7 +137,7 @@ def _value(name: str, value: Any, path: Path) -> Any:
         return output.parse_size(value)
     expected: tuple[type, ...] = (
         (str,)
-        if name in ("runtime", "cgroup_parent", "view")
+        if name in ("runtime", "cgroup_parent", "view", "metrics_listen")
         else (int, float)
         if name in ("cpu", "chunk_deadline_s")
         else (bool,)
@@ -131,6 +147,8 @@ def _value(name: str, value: Any, path: Path) -> Any:
     if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
         wanted = " or ".join(kind.__name__ for kind in expected) if name not in _PATHS else "a path"
         raise exits.CommandError(f"{path}: {name}: expected {wanted}, received {value!r}", exits.USAGE)
+    if name == "metrics_listen" and not _is_address(str(value)):
+        raise exits.CommandError(f"{path}: metrics_listen: expected \"HOST:PORT\", received {value!r}", exits.USAGE)
     if name == "view" and value not in VIEWS:
         raise exits.CommandError(f"{path}: view: expected one of {', '.join(VIEWS)}, received {value!r}", exits.USAGE)
     return value

@@ -29,8 +29,8 @@ MAX_TAKEN = 1024
 
 FUSE_OPCODES = {
     1: "lookup", 2: "forget", 3: "getattr", 5: "readlink", 14: "open", 15: "read", 17: "statfs", 18: "release",
-    22: "getxattr", 23: "listxattr", 26: "init", 27: "opendir", 28: "readdir", 29: "releasedir", 34: "access", 36: "interrupt",
-    38: "destroy", 42: "batch_forget", 44: "readdirplus", 46: "lseek", 52: "statx",
+    22: "getxattr", 23: "listxattr", 25: "flush", 26: "init", 27: "opendir", 28: "readdir", 29: "releasedir", 34: "access", 36: "interrupt",
+    38: "destroy", 42: "batch_forget", 44: "readdirplus", 46: "lseek", 50: "syncfs", 52: "statx",
 }  # fmt: skip
 """Names of the FUSE operations that a read-only mount sees (linux/fuse.h)."""
 
