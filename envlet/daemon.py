@@ -26,7 +26,8 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import attrs
 import trio
@@ -404,6 +405,7 @@ async def _serve(
     syscalls.set_child_subreaper()
     processes.seal_descriptors()
     with contextlib.ExitStack() as stack:
+        start = stack.enter_context(_Start(data_plane))
         for directory, what in ((config.state_dir, "state directory"), (config.run_dir, "run directory")):
             directory.mkdir(parents=True, exist_ok=True, mode=0o755)
             stack.callback(os.close, _lock(directory / "lock", os.O_RDWR | os.O_CREAT, f"{what} {directory}"))
@@ -450,6 +452,7 @@ async def _serve(
                     nursery.start_soon(metrics_server.serve, listeners, daemon.metrics)
                 async with trio.open_nursery() as accepting:
                     await accepting.start(server.run)
+                    start.is_done = True
                     if handle_signals:
                         late.begin()
                         await accepting.start(_cancel_on_signal, accepting.cancel_scope)
@@ -458,7 +461,7 @@ async def _serve(
                     leaves = not accepting.cancel_scope.cancel_called  # a signal to end is stronger
                     accepting.cancel_scope.cancel()
             finally:
-                if leaves:
+                if leaves or start.has_failed_with_environments:
                     data_plane.leave()
                 else:
                     if handle_signals:
@@ -468,6 +471,29 @@ async def _serve(
                         await daemon.close()
                 nursery.cancel_scope.cancel()
     return HandOver(server.handed_over, late) if leaves and server.handed_over is not None else None
+
+
+@attrs.define
+class _Start:
+    """Until the API is there. A daemon that cannot start (a wrong configuration, a program that is missing) took nothing over: the data
+    plane that it found, and the environments on it, are for the next one.
+    """
+
+    data_plane: DataPlane
+    is_done: bool = False
+
+    @property
+    def has_failed_with_environments(self) -> bool:
+        """While an error passes."""
+        return not self.is_done and bool(self.data_plane.plans)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and self.has_failed_with_environments:
+            log.error("this daemon cannot start; the data plane of the one before goes on, with its environments, for the next")
+            self.data_plane.leave()
 
 
 async def _cancel_on_signal(

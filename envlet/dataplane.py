@@ -427,7 +427,7 @@ class WeefsDataPlane:
             path.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Lets the process go on, for the next daemon."""
+        """Lets the process go on, for the next daemon. Idempotent."""
         self._closing = True
         if self._process is not None:
             os.close(self._process.pidfd)

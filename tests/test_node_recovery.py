@@ -204,6 +204,50 @@ def test_what_happened_while_there_was_no_daemon(groups: Groups, tmp_path: Path)
         second("env", "rm", killed, failed, thawed)
 
 
+@pytest.mark.parametrize("fault", ["no such runtime", "no place for the socket", "no configuration", "what is left cannot be removed"])
+def test_a_daemon_that_cannot_start_loses_nothing(groups: Groups, tmp_path: Path, fault: str) -> None:
+    """What it found goes on, and the next daemon takes it over."""
+    with killed_node(tmp_path / "node") as nodes:
+        first = nodes[0]
+        environment = create(first, groups.base)
+        first("env", "exec", environment, "--", "sh", "-c", f"echo kept > /kept; {BEAT}")
+        plane = plane_of(first)
+        config, good = first.directory / "node.toml", (first.directory / "node.toml").read_text()
+        leftover = first.directory / "state/envs/leftover"
+        match fault:
+            case "no such runtime":
+                config.write_text(f'{good}runtime = "/no/such/runtime"\n')
+            case "no place for the socket":
+                config.write_text(f'{good}socket = "{config}"\n')
+            case "no configuration":
+                config.write_text("state_dir =")
+            case _:
+                leftover.write_text("not a directory")
+        kill_daemon(first)
+        failed = subprocess.run([WEENV, "node", "serve", "--config", config], capture_output=True, text=True)
+        assert (failed.returncode != 0, "Traceback" in failed.stderr) == (True, False), failed.stderr
+        config.write_text(good)
+        leftover.unlink(missing_ok=True)
+        second = next_daemon(nodes)
+        assert (plane_of(second), inspect(second, environment)["state"]) == (plane, "ready")
+        assert second("env", "exec", environment, "--", "cat", "/kept") == "kept"
+
+
+def test_a_restart_into_a_configuration_that_is_broken(groups: Groups, tmp_path: Path) -> None:
+    with killed_node(tmp_path / "node") as nodes:
+        first = nodes[0]
+        environment = create(first, groups.base)
+        config, good = first.directory / "node.toml", (first.directory / "node.toml").read_text()
+        config.write_text(f'{good}runtime = "/no/such/runtime"\n')
+        first.refused("node", "restart", status=1)
+        assert first.process.wait(60) != 0
+        config.write_text(good)
+        first.socket.unlink(missing_ok=True)
+        second = next_daemon(nodes)
+        assert inspect(second, environment)["state"] == "ready"
+        assert int(second("env", "exec", environment, "--", "sh", "-c", "cat /usr/share/large | wc -c")) == 3 << 20
+
+
 def inspect_expiry(node: Node, environment: str) -> float:
     """When an environment ends, from its record: there is no daemon to ask. Seconds since the epoch."""
     record = json.loads((node.directory / f"state/envs/{environment}/record.json").read_bytes())
