@@ -4,6 +4,7 @@ without.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -558,6 +559,36 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path: Path) -> 
         assert list(journal.state.layers) == added
         journal.close()
         assert (tmp_path / "journal").read_bytes()[-1:] == b"\n"
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def fill(path: Path) -> None:
+    """Takes what is left on the disk, to the last block."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_journal_is_gone_on_with_on_a_full_disk(tmp_path: Path) -> None:
+    """A mount is not lost because its journal cannot be written anew. What is torn is cut off all the same."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], check=True)
+    try:
+        path = tmp_path / "journal"
+        journal = Journal.begin(path)
+        journal.append(layer_line(1, 1))
+        journal.close()
+        with path.open("ab") as file:
+            file.write(b'{"type":"pla')
+        fill(tmp_path / "full")
+        journal = Journal.resume(path)
+        assert sorted(os.listdir(tmp_path)) == ["full", "journal"]
+        journal.append(layer_line(2, 2))  # in the block that the journal has
+        journal.close()
+        (tmp_path / "full").unlink()
+        journal = Journal.resume(path)
+        assert list(journal.state.layers) == [1, 2]
+        journal.close()
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 

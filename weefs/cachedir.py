@@ -74,8 +74,7 @@ def _lock(path: Path) -> int | None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(fd).st_ino != path.stat().st_ino:
             raise BlockingIOError  # replaced meanwhile
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        os.pwrite(fd, b"%-10d\n" % os.getpid(), 0)  # not cut off before: on a full disk somebody else takes the block meanwhile
     except (BlockingIOError, FileNotFoundError):
         if _has_ended(os.pread(fd, 32, 0)):
             path.unlink(missing_ok=True)

@@ -59,7 +59,8 @@ class Images:
         is_of_this_boot = boot.exists() and boot.read_bytes() == now
         for path in [*self._directory.glob("*.new"), *([] if is_of_this_boot else self._directory.glob("*.erofs"))]:
             path.unlink()
-        boot.write_bytes(now)
+        if not is_of_this_boot:
+            boot.write_bytes(now)
 
     def statistics(self) -> dict[str, int]:
         """Counters since the start."""

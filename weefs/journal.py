@@ -171,7 +171,11 @@ class Journal:
                 raise JournalError(f"{path}, line {number}: {error}") from error
             if number == 1 and line != Begin():
                 raise JournalError(f"{path}: expected a journal of version {VERSION}, received {encoded[:80]!r}")
-        journal._write_anew()
+        try:
+            journal._write_anew()
+        except OSError as error:  # a full disk is no reason to lose a mount
+            say(f"{path}: cannot be written anew, and is gone on with: {error}")
+            journal._go_on(len(content) - len(torn), len(lines))
         return journal
 
     @property
@@ -218,12 +222,23 @@ class Journal:
             say(f"{self._path}: cannot be written anew, and grows: {error}")
             self._lines = live  # tried again when as many more are void
 
+    def _go_on(self, size: int, lines: int) -> None:
+        """Appends to what is there, without its torn end."""
+        assert self._path is not None
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        os.ftruncate(self._fd, size)
+        self._size, self._lines = size, lines
+
     def _write_anew(self) -> None:
         assert self._path is not None
         lines = self.state.lines()
         content = b"".join(_encode(line) + b"\n" for line in lines)
         fresh = self._path.with_name(self._path.name + ".new")
-        fresh.write_bytes(content)
+        try:
+            fresh.write_bytes(content)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
         fd = os.open(fresh, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
             os.rename(fresh, self._path)
