@@ -392,6 +392,13 @@ def test_a_plan_whose_daemon_dies_meanwhile_is_added_all_the_same(kept: Keeper, 
     assert (kept.mountpoint / plan / "d0/1-0").read_bytes() == FILES["d0/1-0"]
 
 
+def test_a_removal_that_is_asked_again_of_a_successor_is_done(kept: Keeper, source: Source) -> None:
+    """Its predecessor may have died between the removal and the answer."""
+    connection, root = serve_files(kept, source, FILES)
+    connection.call(protocol.RemovePlan, plan_id=root.name)
+    take_over(kept).call(protocol.RemovePlan, plan_id=root.name)
+
+
 def test_a_process_ends_with_its_mount(kept: Keeper, source: Source) -> None:
     serve_files(kept, source, FILES)
     kept.unmount()

@@ -60,6 +60,8 @@ class AddPlan(msgspec.Struct, frozen=True, tag="add_plan", tag_field="method", k
 
 
 class RemovePlan(msgspec.Struct, frozen=True, tag="remove_plan", tag_field="method", kw_only=True):
+    """Idempotent: it is no error if there is no such plan."""
+
     id: int
     plan_id: str
 
