@@ -39,6 +39,7 @@ from envlet.ports import Fault, LayerRef, MountedPlan
 from envlet.registry_errors import KINDS
 from envlet.syscalls import MNT_DETACH, umount
 from weefs import protocol
+from weefs.cachedir import has_ended
 
 log = logging.getLogger("envlet")
 
@@ -48,6 +49,9 @@ START_DELAYS_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 """Before each attempt to start a successor; after the last, the data plane is lost."""
 UNHEARD_MAX = 16
 """Requests for statistics that one process has not answered; they fit into its socket's buffer many times."""
+END_QUICKLY_S = 0.5
+LOOK_AGAIN_S = 0.02
+"""A process that is killed is gone at once, unless a thread of it waits in the kernel, which is looked at in this interval."""
 START_TIMEOUT_S = 60.0
 """For a successor to serve: it reads the tables of all its layers first."""
 
@@ -81,6 +85,8 @@ class DataPlaneConfig:
     threads: int = 4
     chunk_deadline_s: float = 30.0
     auth_files: tuple[Path, ...] = ()
+    answer_deadline_s: float = 30.0
+    """A process that answers nothing for so long is killed, and gets a successor."""
     deaths_max_per_minute: int = 120
     """A data plane that dies more often is given up: something in what it is asked kills it."""
     statistics_timeout_s: float = 3.0
@@ -171,13 +177,31 @@ class _Process:
     pid: int
     pidfd: int
 
-    async def end(self) -> None:
-        """Kills it, if it still lives, and waits until it is gone. The descriptor is closed."""
+    def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        await processes.wait_exit(self.pidfd)
-        processes.reap(self.pidfd)
-        os.close(self.pidfd)
+
+    async def end(self) -> None:
+        """Kills it, if it still lives, and waits until it is gone, or as good as gone: a thread that waits in the kernel for an answer
+        that only a successor can give stays until then. The descriptor is closed.
+        """
+        self.kill()
+        with trio.move_on_after(END_QUICKLY_S):
+            await processes.wait_exit(self.pidfd)
+        while not processes.has_exited(self.pidfd):
+            if has_ended(self.pid):
+                log.warning("the data-plane process %d is killed; threads of it wait in the kernel for its successor", self.pid)
+                trio.lowlevel.spawn_system_task(self._bury)
+                return
+            await trio.sleep(LOOK_AGAIN_S)
+        await self._bury()
+
+    async def _bury(self) -> None:
+        try:
+            await processes.wait_exit(self.pidfd)
+            processes.reap(self.pidfd)
+        finally:
+            os.close(self.pidfd)
 
 
 class WeefsDataPlane:
@@ -206,9 +230,10 @@ class WeefsDataPlane:
         try:
             if running is not None:
                 connection = _Connection(trio.SocketStream(trio.socket.from_stdlib_socket(running.connection)), running.received)
-                self._process = _Process(running.welcome.pid, os.pidfd_open(running.welcome.pid))
+                with contextlib.suppress(ProcessLookupError):  # it died meanwhile: so does the conversation, at once
+                    self._process = _Process(running.welcome.pid, os.pidfd_open(running.welcome.pid))
             else:
-                connection = await self._start()
+                connection = await (self._succeed() if self.adopted else self._start())
             while True:
                 self._publish(connection)
                 task_status.started()
@@ -269,14 +294,34 @@ class WeefsDataPlane:
     async def _converse(self, connection: _Connection) -> None:
         """Until the process is gone, or this is closed."""
         try:
-            async for fault in connection.messages():
-                self._take_fault(fault)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch, connection)
+                async for fault in connection.messages():
+                    self._take_fault(fault)
+                nursery.cancel_scope.cancel()
         finally:
             with trio.CancelScope(shield=True):
                 connection.stream.socket.close()
                 if self._process is not None and not self._closing:
                     process, self._process = self._process, None
                     await process.end()  # one that closed the connection and lives on would serve against its successor
+
+    async def _watch(self, connection: _Connection) -> None:
+        """Kills a process that lives and does not answer (stopped, or hung): a successor does. It is asked twice, for when this
+        process was stopped too, an answer that came meanwhile is late and not missing.
+        """
+        silent = 0
+        with contextlib.suppress(_Ended):
+            while silent < 2:
+                if not silent:
+                    await trio.sleep(self._config.answer_deadline_s / 2)
+                with trio.move_on_after(self._config.answer_deadline_s / 2) as waiting:
+                    with contextlib.suppress(DataPlaneError):  # an answer
+                        await connection.call(protocol.GetStatistics(id=connection.next_id()))
+                silent = silent + 1 if waiting.cancelled_caught else 0
+            if self._process is not None and not self._closing:
+                log.error("the data-plane process %d does not answer and is killed", self._process.pid)
+                self._process.kill()
 
     def _take_fault(self, fault: protocol.FaultEvent) -> None:
         if fault.number <= self._last_fault:
@@ -305,6 +350,10 @@ class WeefsDataPlane:
     async def _start(self) -> _Connection:
         """Starts a process and waits until it serves. Raises DataPlaneError; then it is gone."""
         assert self._kept is not None
+        try:
+            self._kept = keeper.with_socket(self._kept, self._config.socket_path)
+        except OSError as error:
+            raise DataPlaneError("error", f"the socket {self._config.socket_path} cannot be made: {error}") from error
         child = await trio.lowlevel.open_process(
             _command(self._config, self._kept), stdin=subprocess.DEVNULL, pass_fds=self._kept.all(), start_new_session=True
         )
@@ -319,7 +368,10 @@ class WeefsDataPlane:
         return connection
 
     async def _say_hello(self, process: _Process) -> _Connection:
-        stream = await trio.open_unix_socket(str(self._config.socket_path))
+        try:
+            stream = await trio.open_unix_socket(str(self._config.socket_path))
+        except OSError as error:
+            raise DataPlaneError("error", f"the socket {self._config.socket_path}: {error}") from error
         connection = _Connection(stream)
         welcome: list[Any] = []
         try:
@@ -451,8 +503,9 @@ async def open_data_plane(config: DataPlaneConfig, running: Running | None = Non
 
     Call it in the daemon's own mount namespace. Raises DataPlaneError, OSError.
     """
-    config.mount_path.mkdir(parents=True, exist_ok=True)
     config.cache_path.mkdir(parents=True, exist_ok=True)
+    if running is None:  # else it is a mount, which answers no questions while its server is gone
+        config.mount_path.mkdir(parents=True, exist_ok=True)
     kept = running.kept if running is not None else keeper.make(config.mount_path, config.socket_path, config.threads)
     plane = WeefsDataPlane(config, kept)
     plane.adopted = running is not None
@@ -460,7 +513,8 @@ async def open_data_plane(config: DataPlaneConfig, running: Running | None = Non
         plane.plans = tuple(plan.plan_id for plan in running.welcome.plans)
         if renew or running.welcome.version != protocol.VERSION:
             log.info("replacing the data-plane process %d", running.welcome.pid)
-            await _Process(running.welcome.pid, os.pidfd_open(running.welcome.pid)).end()
+            with contextlib.suppress(ProcessLookupError):
+                await _Process(running.welcome.pid, os.pidfd_open(running.welcome.pid)).end()
             running.connection.close()
             running = None
     try:

@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,17 +61,39 @@ class Running:
 def make(mount_path: Path, socket_path: Path, threads: int) -> Kept:
     """Mounts weefs on `mount_path` and makes what is kept. Nothing serves yet. Raises OSError; then nothing is left."""
     with contextlib.ExitStack() as stack:
-        socket_path.unlink(missing_ok=True)
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(os.fspath(socket_path))
+        listener = stack.enter_context(_listen(socket_path))
         stack.callback(socket_path.unlink, missing_ok=True)
-        socket_path.chmod(0o600)
-        listener.listen(8)
         session = core.create_session(threads=threads)
         stack.callback(os.close, session)
         fuse = core.mount(mount_path, threads=threads)
         stack.pop_all()
     return Kept(listener.detach(), session, tuple(fuse))
+
+
+def with_socket(kept: Kept, socket_path: Path) -> Kept:
+    """The same, with a listening socket that can be found: a new one if somebody removed its file. Only while nothing serves.
+    Raises OSError; then all is as it was.
+    """
+    with socket.socket(fileno=os.dup(kept.listener)) as listener, contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(socket_path.lstat().st_mode) and listener.getsockname() == os.fspath(socket_path):
+            return kept
+    fresh = _listen(socket_path)
+    os.close(kept.listener)
+    return attrs.evolve(kept, listener=fresh.detach())
+
+
+def _listen(socket_path: Path) -> socket.socket:
+    """Raises OSError; then nothing is left."""
+    socket_path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(os.fspath(socket_path))
+        socket_path.chmod(0o600)
+        listener.listen(8)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def claim(run_dir: Path) -> int:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import select
 import signal
 from collections.abc import Mapping
 
@@ -70,6 +71,13 @@ async def wait_exit(pidfd: int) -> None:
     finally:
         trio.lowlevel.notify_closing(own)
         os.close(own)
+
+
+def has_exited(pidfd: int) -> bool:
+    """Whether the process has ended, with all its threads."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def start_ticks(pid: int) -> int:

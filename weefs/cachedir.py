@@ -14,6 +14,7 @@ nothing else."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -76,18 +77,19 @@ def _lock(path: Path) -> int | None:
             raise BlockingIOError  # replaced meanwhile
         os.pwrite(fd, b"%-10d\n" % os.getpid(), 0)  # not cut off before: on a full disk somebody else takes the block meanwhile
     except (BlockingIOError, FileNotFoundError):
-        if _has_ended(os.pread(fd, 32, 0)):
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(ValueError):  # it is being written
+            if has_ended(int(os.pread(fd, 32, 0))):
+                path.unlink(missing_ok=True)
         os.close(fd)
         return None
     return fd
 
 
-def _has_ended(pid: bytes) -> bool:
+def has_ended(pid: int) -> bool:
     """Whether the main thread is gone and no other one runs or can run again: they are in the kernel, or gone too."""
     try:
-        threads = [path.read_text() for path in Path(f"/proc/{int(pid)}/task").glob("*/stat")]
-    except (OSError, ValueError):
+        threads = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:
         return False
     states = {stat.rpartition(")")[2].split()[0] for stat in threads}
     return "Z" in states and states <= {"Z", "X", "D"}
