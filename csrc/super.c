@@ -17,7 +17,7 @@ static void *slot_get(struct slots *slots, uint32_t slot)
 	if (slot == 0 || slot > NODE_MAX_SLOT)
 		return NULL;
 	page = atomic_load_explicit(&slots->pages[slot / SLOT_PAGE], memory_order_acquire);
-	return page ? atomic_load_explicit(&page[slot % SLOT_PAGE], memory_order_acquire) : NULL;
+	return page ? atomic_load(&page[slot % SLOT_PAGE]) : NULL; /* after the worker's section in the one order: see wait_for_readers() */
 }
 
 struct layer *super_layer(struct weefs *w, uint32_t slot)
@@ -57,7 +57,7 @@ struct plan *super_find_plan(struct weefs *w, const char *name, size_t length)
 		_Atomic(void *) *plans = atomic_load_explicit(&w->plans.pages[page], memory_order_acquire);
 
 		for (uint32_t i = 0; plans && i < SLOT_PAGE; i++) {
-			struct plan *plan = atomic_load_explicit(&plans[i], memory_order_acquire);
+			struct plan *plan = atomic_load(&plans[i]);
 
 			if (plan && strlen(plan->name) == length && memcmp(plan->name, name, length) == 0)
 				return plan;

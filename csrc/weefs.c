@@ -402,12 +402,12 @@ int weefs_add_plan(struct weefs *w, const struct weefs_place *place, const char 
 	return 0;
 }
 
-/* Waits until every FUSE thread has been outside a request once: none can hold a pointer that was unpublished before.
+/* Waits until every FUSE thread has been outside a request once: none can hold a pointer that was unpublished before. Pointer and section
+ * are written and read in the one order of sequential consistency: who is not seen in a section here sees the pointer gone.
  * Requests never wait for a plan inside a section but for room in the miss queue, which publishing makes, from other
  * threads than the caller's. */
 static void wait_for_readers(struct weefs *w)
 {
-	atomic_thread_fence(memory_order_seq_cst); /* no section is looked at before the pointer is gone for all */
 	for (uint32_t i = 0; i < atomic_load(&w->n_workers); i++) {
 		struct worker *worker = w->workers[i];
 		uint64_t section = atomic_load(&worker->section);
