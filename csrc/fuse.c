@@ -316,7 +316,7 @@ static int list_plan(struct weefs *w, uint64_t index, struct listed *ret_listed)
 {
 	struct plan *plan;
 
-	if (index > NODE_MAX_SLOT)
+	if (index > atomic_load(&w->plans.used))
 		return -ENOENT;
 	plan = super_plan(w, (uint32_t)index);
 	if (!plan)
@@ -731,13 +731,11 @@ void fuse_forget_layer(struct weefs *w, const struct layer *layer)
 
 /* ---- the threads ---- */
 
-/* The request in the worker's buffer; afterwards it is answered, or parked, or cleared. */
-static void serve_request(struct worker *worker)
+void fuse_serve_request(struct worker *worker)
 {
 	const struct fuse_in_header *header = session_request(worker->request);
 	struct request request = {.w = worker->weefs, .worker = worker, .fd = worker->fd, .header = header, .argument = header + 1,
 				  .size = header->len - sizeof(*header)};
-
 	struct stats_operation *operation = &worker->stats->operations[counted_as(header->opcode)];
 	uint64_t begin_ns = stats_now_ns();
 
@@ -814,7 +812,7 @@ void *fuse_thread(void *argument)
 	ssize_t n;
 
 	if (session_request(worker->request))
-		serve_request(worker); /* a predecessor's */
+		fuse_serve_request(worker); /* a predecessor's */
 	for (;;) {
 		n = read(worker->fd, worker->request, SESSION_REQUEST_SIZE);
 		/* ENOENT: the request was interrupted while we took it. */
@@ -822,7 +820,7 @@ void *fuse_thread(void *argument)
 			continue;
 		if (n < 0 || !session_request(worker->request) || session_request(worker->request)->len != (size_t)n)
 			break; /* ENODEV: unmounted */
-		serve_request(worker);
+		fuse_serve_request(worker);
 	}
 	atomic_store(&worker->ended, true);
 	if (atomic_fetch_sub(&w->running, 1) == 1)

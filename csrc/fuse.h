@@ -10,6 +10,9 @@
 /* A worker's thread: finishes what is in its buffer, then serves until the mount is gone. */
 void *fuse_thread(void *worker);
 
+/* Deals with the request in the worker's buffer: then it is answered, or parked, or cleared. The worker's thread, or none is running. */
+void fuse_serve_request(struct worker *worker);
+
 /* Sees to the requests that a predecessor took and did not answer: the kernel sends them again, or they are parked here or
  * left in their buffers. After all workers have been made and before their threads run. */
 int fuse_take_over(struct weefs *w);

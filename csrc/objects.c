@@ -85,7 +85,7 @@ int objects_list(struct weefs *w, uint64_t directory, uint64_t index, char *buff
 	struct layer *layer = super_layer(w, slot ? slot : index <= NODE_MAX_SLOT ? (uint32_t)index : 0);
 
 	if (slot == 0) {
-		if (index > NODE_MAX_SLOT)
+		if (index > atomic_load(&w->layers.used))
 			return -ENOENT;
 		if (!layer || !layer->name[0])
 			return 1;
