@@ -17,7 +17,9 @@ from weefs_keeper import umount as umount2
 
 from envlet import processes
 from envlet.dataplane import DataPlaneConfig, WeefsDataPlane, _Process, open_data_plane
+from envlet.errors import EnvletError
 from envlet.keeper import find_running
+from envlet.ports import LayerRef
 
 DEADLINE_S = 60.0
 """Nothing here may wait for ever, which is what it would do without what is tested."""
@@ -32,6 +34,8 @@ def config(tmp_path: Path) -> Iterator[DataPlaneConfig]:
 
 
 async def pid_of(plane: WeefsDataPlane) -> int:
+    """Of the process that serves, when one does: figures do not wait for a successor, other calls do."""
+    await plane.remove_plan("none")
     pid: int = (await plane.statistics())["process"]["pid"]
     return pid
 
@@ -43,7 +47,10 @@ def test_a_process_that_hangs_is_replaced(config: DataPlaneConfig) -> None:
             async with open_data_plane(quick) as plane:
                 hung = await pid_of(plane)
                 os.kill(hung, signal.SIGSTOP)
-                statistics = await plane.statistics()  # asked of the one, answered by the other
+                layers = [LayerRef("sha256:" + "0" * 64, 100, f"oci:{config.run_dir}", None, None, None)]
+                with pytest.raises(EnvletError, match=r"0{64}"):  # asked of the one, refused by the other
+                    await plane.add_plan(layers)
+                statistics = await plane.statistics()
                 assert (statistics["process"]["pid"] != hung, statistics["process"]["successors"]) == (True, 1)
 
     trio.run(main)
