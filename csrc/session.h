@@ -16,7 +16,8 @@
  * dies in between leaves a count too high, which costs a slot that is not used again, and never one too low, which would give another
  * image's bytes for an old id.
  *
- * The layout is this version's own: a successor that expects another one refuses the memory.
+ * The layout is this version's own: a successor that expects another one refuses the memory. Whoever changes it reads the one before, too,
+ * or running nodes cannot be restarted into the new version (the daemon then keeps the old process).
  */
 #ifndef WEEFS_SESSION_H
 #define WEEFS_SESSION_H

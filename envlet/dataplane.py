@@ -511,7 +511,7 @@ async def open_data_plane(config: DataPlaneConfig, running: Running | None = Non
     plane.adopted = running is not None
     if running is not None:
         plane.plans = tuple(plan.plan_id for plan in running.welcome.plans)
-        if renew or running.welcome.version != protocol.VERSION:
+        if _must_replace(running, renew):
             log.info("replacing the data-plane process %d", running.welcome.pid)
             with contextlib.suppress(ProcessLookupError):
                 await _Process(running.welcome.pid, os.pidfd_open(running.welcome.pid)).end()
@@ -529,6 +529,26 @@ async def open_data_plane(config: DataPlaneConfig, running: Running | None = Non
                 nursery.cancel_scope.cancel()
     finally:
         plane.close_descriptors()
+
+
+def _must_replace(running: Running, renew: bool) -> bool:
+    """Whether a data plane that was found gets a successor at once. Not one that no successor of this version could follow: it serves
+    its environments to their end. Raises DataPlaneError if this version cannot talk to it either.
+    """
+    speaks = running.welcome.version == protocol.VERSION
+    if speaks and not renew:
+        return False
+    refusal = keeper.session_refusal(running.kept.session)
+    if refusal is None:
+        return True
+    if speaks:
+        log.warning("the data plane stays the process of before, %d, until its environments are gone: %s", running.welcome.pid, refusal)
+        return False
+    raise DataPlaneError(
+        "error",
+        f"the data plane of before speaks version {running.welcome.version} of the protocol, expected {protocol.VERSION}, and cannot be "
+        f"replaced ({refusal}); start the version of before, delete its environments, and restart then",
+    )
 
 
 def unmount(path: Path) -> None:

@@ -96,6 +96,15 @@ def _listen(socket_path: Path) -> socket.socket:
     return listener
 
 
+def session_refusal(session: int) -> str | None:
+    """Why this version's data plane could not go on with the session memory of another one; None if it can."""
+    try:
+        core.Core(session_fd=session).close()
+    except core.CoreError as error:
+        return str(error)
+    return None
+
+
 def claim(run_dir: Path) -> int:
     """The right to be this run directory's keeper: a lock that its holder keeps open. To be taken before `find_running`, which would
     take a data plane away from a daemon that lives. Raises EnvletError(EXISTS), OSError.

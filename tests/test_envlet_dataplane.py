@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
+import msgspec
 import pytest
 import trio
 from test_weefs_recovery import FILES, serve_files
@@ -16,7 +18,7 @@ from weefs_keeper import Keeper, Source, keeper, run_source, wait_until
 from weefs_keeper import umount as umount2
 
 from envlet import processes
-from envlet.dataplane import DataPlaneConfig, WeefsDataPlane, _Process, open_data_plane
+from envlet.dataplane import DataPlaneConfig, DataPlaneError, WeefsDataPlane, _Process, open_data_plane
 from envlet.errors import EnvletError
 from envlet.keeper import find_running
 from envlet.ports import LayerRef
@@ -89,6 +91,37 @@ def test_a_process_that_dies_while_it_is_taken_over_has_a_successor(config: Data
             assert processes.reap(pidfd) == -signal.SIGKILL
             os.close(pidfd)
             async with open_data_plane(config, running, renew=renew) as plane:
+                assert await pid_of(plane) != running.welcome.pid
+
+    trio.run(main)
+
+
+SESSION_VERSION_AT = 8
+"""In the session memory: behind the magic (csrc/session.h)."""
+
+
+@pytest.mark.parametrize("speaks", [True, False], ids=["speaks", "speaks not"])
+def test_a_process_that_no_successor_could_follow_is_not_replaced(config: DataPlaneConfig, speaks: bool) -> None:
+    """Of another version, say: it serves on, and a daemon that cannot talk to it either says so and leaves it."""
+
+    async def main() -> None:
+        with trio.fail_after(DEADLINE_S):
+            async with open_data_plane(config) as plane:
+                plane.leave()
+            running = find_running(config.socket_path)
+            assert running is not None
+            version = os.pread(running.kept.session, 4, SESSION_VERSION_AT)
+            os.pwrite(running.kept.session, (1 << 20).to_bytes(4, "little"), SESSION_VERSION_AT)
+            if speaks:
+                async with open_data_plane(config, running, renew=True) as plane:
+                    assert await pid_of(plane) == running.welcome.pid
+                return
+            strange = attrs.evolve(running, welcome=msgspec.structs.replace(running.welcome, version=1))
+            with pytest.raises(DataPlaneError, match="speaks version 1"):
+                async with open_data_plane(config, strange):
+                    pass
+            os.pwrite(running.kept.session, version, SESSION_VERSION_AT)
+            async with open_data_plane(config, running, renew=True) as plane:
                 assert await pid_of(plane) != running.welcome.pid
 
     trio.run(main)
