@@ -7,6 +7,7 @@ refuse to work. An empty private tmpfs takes that place: crun writes plain direc
 the machine's own tmpfs.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Collection
@@ -88,13 +89,24 @@ def enter_private_namespace() -> None:
 
 def join_namespace(pid: int) -> None:
     """Moves this process into the mount namespace of another, as `enter_private_namespace` made it. Call it before there are
-    threads. Raises OSError; ProcessLookupError if the process is gone.
+    threads. The kernel moves it to the namespace's root, too; it is taken back to its working directory, from where the next program
+    (node.restart) finds relative paths. Raises OSError; ProcessLookupError if the process is gone.
     """
     pidfd = os.pidfd_open(pid)
     try:
+        directory = _working_directory()
         syscalls.setns(pidfd, syscalls.CLONE_NEWNS)
+        with contextlib.suppress(OSError):  # one that is not there in that namespace
+            os.chdir(directory)
     finally:
         os.close(pidfd)
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return "/"
 
 
 def unmount_below(directory: str, keep: Collection[str] = ()) -> list[str]:

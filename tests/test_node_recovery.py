@@ -248,6 +248,35 @@ def test_a_restart_into_a_configuration_that_is_broken(groups: Groups, tmp_path:
         assert int(second("env", "exec", environment, "--", "sh", "-c", "cat /usr/share/large | wc -c")) == 3 << 20
 
 
+def test_relative_paths_are_found_again_by_every_daemon(groups: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the configuration and in it: by one that took over, and by one that it restarts into."""
+    directory = tmp_path / "node"
+    directory.mkdir()
+    monkeypatch.chdir(tmp_path)
+    cgroup = f"/weenv-relative-{os.getpid()}"
+    (directory / "node.toml").write_text(f'state_dir = "node/state"\nrun_dir = "node/run"\ncgroup_parent = "{cgroup}"\n')
+
+    def serve() -> Node:
+        with (directory / "log").open("ab") as log:
+            process = subprocess.Popen([WEENV, "node", "serve", "--config", "node/node.toml"], stdout=log, stderr=subprocess.STDOUT)
+        node = Node(process, directory, cgroup)
+        wait_until(lambda: node.socket.exists() or process.poll() is not None, "the start of the daemon")
+        assert process.poll() is None, node.log()
+        return node
+
+    first = serve()
+    environment = create(first, groups.base)
+    kill_daemon(first)
+    second = serve()
+    try:
+        assert "1 environments taken over" in second("node", "restart")
+        assert inspect(second, environment)["state"] == "ready"
+    finally:
+        second.process.terminate()
+        assert second.process.wait(60) == 0, second.log()
+    assert left_behind(second) == []
+
+
 def inspect_expiry(node: Node, environment: str) -> float:
     """When an environment ends, from its record: there is no daemon to ask. Seconds since the epoch."""
     record = json.loads((node.directory / f"state/envs/{environment}/record.json").read_bytes())
