@@ -16,9 +16,18 @@ log = logging.getLogger("envlet")
 
 
 @attrs.define(eq=False)
+class _Adding:
+    """A request to the data plane, which carries it out whether anybody still waits or not."""
+
+    done: trio.Event = attrs.field(factory=trio.Event)
+    error: Exception | None = None
+
+
+@attrs.define(eq=False)
 class _Entry:
     users: int = 0
     plan: MountedPlan | None = None
+    adding: _Adding | None = None
     lock: trio.Lock = attrs.field(factory=trio.Lock)
     last_use: int = 0
 
@@ -59,13 +68,37 @@ class MountedPlans:
         try:
             async with entry.lock:
                 if entry.plan is None:
-                    entry.plan = await self._data_plane.add_plan(layers, images=self._images, stacked=self._stacked)
+                    adding = entry.adding or self._begin_adding(key, entry, layers)
+                    await adding.done.wait()
+                    if adding.error is not None:
+                        raise adding.error
+                assert entry.plan is not None
                 return entry.plan
         except BaseException:
             entry.users -= 1
-            if entry.users == 0 and entry.plan is None:
-                self._entries.pop(key, None)
+            self._drop_if_void(key, entry)
             raise
+
+    def _begin_adding(self, key: tuple[str, ...], entry: _Entry, layers: Sequence[LayerRef]) -> _Adding:
+        """In a task of its own: when the last who waits is cancelled, the plan will be served all the same, and must be known here."""
+        adding = entry.adding = _Adding()
+
+        async def add() -> None:
+            try:
+                entry.plan = await self._data_plane.add_plan(layers, images=self._images, stacked=self._stacked)
+            except Exception as error:
+                adding.error = error
+            finally:
+                entry.adding = None
+                self._drop_if_void(key, entry)
+                adding.done.set()
+
+        trio.lowlevel.spawn_system_task(add)
+        return adding
+
+    def _drop_if_void(self, key: tuple[str, ...], entry: _Entry) -> None:
+        if entry.users == 0 and entry.plan is None and entry.adding is None and self._entries.get(key) is entry:
+            del self._entries[key]
 
     def adopt(self, layers: Sequence[LayerRef], plan: MountedPlan) -> None:
         """One more user of a plan that the data plane serves already."""
@@ -90,7 +123,7 @@ class MountedPlans:
         await self._shrink(0)
 
     async def _shrink(self, keep: int) -> None:
-        unused = sorted((entry.last_use, key) for key, entry in self._entries.items() if entry.users == 0)
+        unused = sorted((entry.last_use, key) for key, entry in self._entries.items() if entry.users == 0 and entry.adding is None)
         for _, key in unused[: max(0, len(unused) - keep)]:
             entry = self._entries.get(key)
             if entry is None:
@@ -105,5 +138,4 @@ class MountedPlans:
                     except (EnvletError, OSError) as error:  # it goes with the data plane; no environment is worse for it
                         self._failed_removals += 1
                         log.error("plan %s is still served: %s", plan.plan_id, error)
-                if entry.users == 0:
-                    self._entries.pop(key, None)
+                self._drop_if_void(key, entry)

@@ -566,6 +566,39 @@ def test_plans_are_kept_while_used_and_a_few_beyond() -> None:
     trio.run(main)
 
 
+def test_a_plan_whose_clients_went_away_is_known_when_it_is_there() -> None:
+    """The data plane adds it all the same: it is one that nobody uses, and not one that nobody removes."""
+
+    class SlowDataPlane(CountingDataPlane):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked, self.may_answer = trio.Event(), trio.Event()
+
+        async def add_plan(self, layers: list[LayerRef], *, images: bool = False, stacked: bool = False) -> MountedPlan:
+            self.asked.set()
+            await self.may_answer.wait()
+            return await super().add_plan(layers)
+
+    async def main() -> None:
+        data_plane = SlowDataPlane()
+        plans = MountedPlans(data_plane)  # type: ignore[arg-type]
+        layers = group("a").layers
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(plans.acquire, layers)
+            await data_plane.asked.wait()
+            nursery.cancel_scope.cancel()
+        data_plane.may_answer.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert (data_plane.added, plans.statistics()["unused"]) == (1, 1)
+        await plans.acquire(layers)
+        assert (data_plane.added, plans.statistics()["used"]) == (1, 1)
+        await plans.release(layers)
+        await plans.close()
+        assert data_plane.served == []
+
+    trio.run(main)
+
+
 def test_descriptors_of_a_spawned_program_are_exactly_those_given(tmp_path: Path) -> None:
     from envlet import processes
 
