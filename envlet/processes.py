@@ -99,11 +99,43 @@ def reap(pidfd: int) -> int | None:
     return None
 
 
-async def run(argv: list[str], descriptors: Mapping[int, int]) -> int:
+class Orphans:
+    """What a program leaves behind in processes that it does not wait for: children of ours now, since this is a subreaper, whose pids
+    nobody knows. crun leaves one for each environment that it starts.
+    """
+
+    def __init__(self, name: str) -> None:
+        """`name`: of the program; they have it too."""
+        self._name = name[:15]  # as the kernel keeps it
+        self.running: set[int] = set()
+        """The programs themselves, whose status somebody waits for."""
+
+    def reap(self) -> None:
+        """Takes those that have ended. It looks at one ended child after the other without taking it, and stops at the first that is
+        somebody else's, who will take it; then this is for the next time.
+        """
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if ended.si_pid in self.running or _name_of(ended.si_pid) != self._name:
+                    return
+                os.waitid(os.P_PID, ended.si_pid, os.WEXITED | os.WNOHANG)
+
+
+def _name_of(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().rstrip("\n")
+    except OSError:
+        return ""
+
+
+async def run(argv: list[str], descriptors: Mapping[int, int], orphans: Orphans | None = None) -> int:
     """Runs a program to its end: exit code, or minus the signal. Cancelled, it still waits: the programs run so are
-    short, and one that is left alone would make things that nobody removes.
+    short, and one that is left alone would make things that nobody removes. `orphans` are told of it, and reaped.
     """
     pid = spawn(argv, descriptors)
+    if orphans is not None:
+        orphans.running.add(pid)
     pidfd = os.pidfd_open(pid)
     try:
         with trio.CancelScope(shield=True):
@@ -111,6 +143,9 @@ async def run(argv: list[str], descriptors: Mapping[int, int]) -> int:
         status = reap(pidfd)
     finally:
         os.close(pidfd)
+        if orphans is not None:
+            orphans.running.discard(pid)
+            orphans.reap()
     if status is None:
         raise ChildProcessError(f"the status of {argv[0]} (pid {pid}) was taken by somebody else")
     return status

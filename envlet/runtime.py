@@ -29,6 +29,9 @@ class Runtime:
     name: str
     version: str
     state_dir: Path
+    _orphans: processes.Orphans = attrs.field(
+        default=attrs.Factory(lambda self: processes.Orphans(Path(self.program).name), takes_self=True), init=False, eq=False, repr=False
+    )
 
     @classmethod
     def find(cls, wanted: str, state_dir: Path) -> "Runtime":
@@ -80,7 +83,7 @@ class Runtime:
         if not (self.state_dir / container_id).exists():
             return
         command = self._command(log, "delete", "--force", container_id)
-        status = await processes.run(command, {0: null_fd, 1: null_fd, 2: null_fd})
+        status = await processes.run(command, {0: null_fd, 1: null_fd, 2: null_fd}, self._orphans)
         if (self.state_dir / container_id).exists():
             raise self._failure(command, status, log)
 
@@ -104,7 +107,7 @@ class Runtime:
                     os.close(pidfd)
 
     async def _start(self, command: list[str], descriptors: Mapping[int, int], log: Path, pid_file: Path) -> int:
-        status = await processes.run(command, descriptors)
+        status = await processes.run(command, descriptors, self._orphans)
         if status != 0:
             raise self._failure(command, status, log)
         return _read_pid(pid_file)

@@ -53,6 +53,26 @@ def test_from_a_registry_to_a_reward(node: Node, groups: Groups, tmp_path: Path)
     assert json.loads(node("env", "ls", "--format", "json")) == []
 
 
+def ended_children(parent: int) -> list[str]:
+    """The processes that this one has not reaped: /proc/PID/stat of each."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            text = path.read_text()
+            if text.rpartition(")")[2].split()[:2] == ["Z", str(parent)]:
+                found.append(text)
+    return found
+
+
+def test_no_process_is_left_of_what_made_environments(node: Node, groups: Groups) -> None:
+    """Not the ones that the runtime leaves, either, but for what the last one left a moment ago."""
+    for _ in range(6):
+        environment = create(node, groups.base)
+        node("env", "exec", environment, "--", "true")
+        node("env", "rm", environment)
+    assert len(ended_children(node.process.pid)) <= 2
+
+
 def test_contents_are_fetched_as_they_are_read(node: Node, groups: Groups) -> None:
     def fetched() -> int:
         layers = json.loads(node("node", "info", "--format", "json"))["statistics"]["data_plane"]["layers"]
