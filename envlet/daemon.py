@@ -420,7 +420,7 @@ async def _serve(
         null_fd = open_null()
         stack.callback(os.close, null_fd)
         runtime = await trio.to_thread.run_sync(Runtime.find, config.runtime, config.runtime_dir)
-        left = await trio.to_thread.run_sync(find_records, config.uppers_dir)
+        left = await trio.to_thread.run_sync(find_records, config.uppers_dir, bool(data_plane.plans))
         adopted = {known.id: known for known in left if known.mounted.plan_id in data_plane.plans and known.state not in _ENDING}
         await clean_up(config, runtime, layout, null_fd, keep=adopted)
         view = await trio.to_thread.run_sync(_require_upper, config)  # after the clean-up, which may make the room for it
@@ -577,10 +577,23 @@ def _is_full(path: Path) -> bool:
     return status.f_bavail * status.f_frsize < _FULL_BYTES or (status.f_files > 0 and status.f_ffree < _FULL_INODES)
 
 
-def find_records(uppers_dir: Path) -> list[EnvironmentRecord]:
-    """The environments that have a record, in the order of their creation. Blocks. Raises OSError."""
-    found = (record.read(directory) for directory in uppers_dir.iterdir())
-    return sorted((known for known in found if known is not None), key=lambda known: known.created_unix_s)
+def find_records(uppers_dir: Path, are_served: bool = False) -> list[EnvironmentRecord]:
+    """The environments that have a record, in the order of their creation. Blocks. Raises OSError, and EnvletError(EXISTS) for one of
+    another version if their files `are_served`, for then a daemon of that version can take it over; else it is lost anyway.
+    """
+    found = []
+    for directory in uppers_dir.iterdir():
+        try:
+            known = record.read(directory)
+        except record.OtherVersion as error:
+            if are_served:
+                raise EnvletError(
+                    errors.EXISTS, f"an environment of another version runs ({error}); delete it with a daemon of that version first"
+                ) from error
+            continue
+        if known is not None:
+            found.append(known)
+    return sorted(found, key=lambda known: known.created_unix_s)
 
 
 def past_info(known: EnvironmentRecord) -> EnvironmentInfo:

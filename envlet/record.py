@@ -7,6 +7,7 @@ survive the daemon, not the machine, after whose crash nothing is left to take o
 The init commands are not in it. They often hold the fault that a harness has to find, and they have run.
 """
 
+import logging
 import os
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from envlet.ports import MountedPlan, ResolvedGroup
 from envlet.rootfs import Mark
 from envlet.types import CreateRequest, InitResult, Limits, State, Timings
 from envlet.users import User
+
+log = logging.getLogger("envlet")
 
 FILE_NAME = "record.json"
 VERSION = 1
@@ -76,6 +79,15 @@ class EnvironmentRecord(msgspec.Struct, frozen=True, kw_only=True):
     expires_unix_s: float | None
 
 
+class OtherVersion(Exception):
+    """The record is whole, and of a daemon of another version."""
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+_version_decoder = msgspec.json.Decoder(_Version)
 _decoder = msgspec.json.Decoder(EnvironmentRecord)
 
 
@@ -89,9 +101,15 @@ def write(directory: Path, record: EnvironmentRecord) -> None:
 
 
 def read(directory: Path) -> EnvironmentRecord | None:
-    """The record, or None where there is none that this version can read. Raises OSError."""
+    """The record, or None where there is none or a damaged one. Raises OSError; OtherVersion."""
     try:
-        record = _decoder.decode((directory / FILE_NAME).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+        content = (directory / FILE_NAME).read_bytes()
+        version = _version_decoder.decode(content).version
+        if version != VERSION:
+            raise OtherVersion(f"{directory / FILE_NAME}: expected version {VERSION}, received {version}")
+        return _decoder.decode(content)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return record if record.version == VERSION else None
+    except msgspec.DecodeError as error:
+        log.error("%s is damaged, its environment cannot be taken over: %s", directory / FILE_NAME, error)
+        return None

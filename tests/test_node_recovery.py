@@ -204,7 +204,9 @@ def test_what_happened_while_there_was_no_daemon(groups: Groups, tmp_path: Path)
         second("env", "rm", killed, failed, thawed)
 
 
-@pytest.mark.parametrize("fault", ["no such runtime", "no place for the socket", "no configuration", "what is left cannot be removed"])
+@pytest.mark.parametrize(
+    "fault", ["no such runtime", "no place for the socket", "no configuration", "another version", "what is left cannot be removed"]
+)
 def test_a_daemon_that_cannot_start_loses_nothing(groups: Groups, tmp_path: Path, fault: str) -> None:
     """What it found goes on, and the next daemon takes it over."""
     with killed_node(tmp_path / "node") as nodes:
@@ -213,7 +215,7 @@ def test_a_daemon_that_cannot_start_loses_nothing(groups: Groups, tmp_path: Path
         first("env", "exec", environment, "--", "sh", "-c", f"echo kept > /kept; {BEAT}")
         plane = plane_of(first)
         config, good = first.directory / "node.toml", (first.directory / "node.toml").read_text()
-        leftover = first.directory / "state/envs/leftover"
+        leftover, record = first.directory / "state/envs/leftover", first.directory / f"state/envs/{environment}/record.json"
         match fault:
             case "no such runtime":
                 config.write_text(f'{good}runtime = "/no/such/runtime"\n')
@@ -221,6 +223,8 @@ def test_a_daemon_that_cannot_start_loses_nothing(groups: Groups, tmp_path: Path
                 config.write_text(f'{good}socket = "{config}"\n')
             case "no configuration":
                 config.write_text("state_dir =")
+            case "another version":
+                record.write_text(record.read_text().replace('"version":1', '"version":99'))
             case _:
                 leftover.write_text("not a directory")
         kill_daemon(first)
@@ -228,6 +232,7 @@ def test_a_daemon_that_cannot_start_loses_nothing(groups: Groups, tmp_path: Path
         assert (failed.returncode != 0, "Traceback" in failed.stderr) == (True, False), failed.stderr
         config.write_text(good)
         leftover.unlink(missing_ok=True)
+        record.write_text(record.read_text().replace('"version":99', '"version":1'))
         second = next_daemon(nodes)
         assert (plane_of(second), inspect(second, environment)["state"]) == (plane, "ready")
         assert second("env", "exec", environment, "--", "cat", "/kept") == "kept"
