@@ -8,7 +8,7 @@ C_CORE := toc plan cache read miss session stats super objects tree erofs fuse m
 WARNINGS := -std=gnu11 -O2 -Wall -Wextra -Werror
 FUZZ_SECONDS ?= 600
 
-.PHONY: setup demo test lint fuzz docs clean
+.PHONY: setup demo test test-asan test-tsan lint fuzz docs clean
 .DELETE_ON_ERROR:
 
 setup: build/.built
@@ -34,6 +34,14 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# The filesystem suite on a C core built with AddressSanitizer and UBSan, or ThreadSanitizer; a report fails it. Of another part:
+# SANITIZED="tests/test_weefs_removal.py -x".
+test-asan: setup
+	tools/sanitize.sh asan $(SANITIZED)
+
+test-tsan: setup
+	tools/sanitize.sh tsan $(SANITIZED)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -42,13 +50,19 @@ lint: setup
 	cc $(WARNINGS) -static -fanalyzer -o build/lint/init csrc/init.c
 	shellcheck tools/*.sh .ci/run
 
-# The C validator under ASan and UBSan; the corpus is kept, crashes stop it with status 1.
-fuzz: setup
-	$(BIN)/python -m tools.fuzz_corpus build/fuzz/corpus
-	clang -g -O1 -std=gnu11 -D_GNU_SOURCE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -o build/fuzz/fuzz_toc \
-		csrc/fuzz_toc.c csrc/toc.c csrc/plan.c csrc/super.c csrc/objects.c csrc/tree.c csrc/erofs.c
-	build/fuzz/fuzz_toc -max_total_time=$(FUZZ_SECONDS) -max_len=65536 -timeout=10 -print_final_stats=1 \
-		-artifact_prefix=build/fuzz/ build/fuzz/corpus
+# The C validator, then the request loop, under ASan and UBSan, each for FUZZ_SECONDS. The corpora are kept; a crash stops it with status 1.
+FUZZ := clang -g -O1 -std=gnu11 -D_GNU_SOURCE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -Ibuild/fuzz
+FUZZ_ARGS := -max_total_time=$(FUZZ_SECONDS) -timeout=10 -print_final_stats=1 -artifact_prefix=build/fuzz/
+
+build/fuzz/built: build/.built $(C_SOURCES) tools/fuzz_corpus.py
+	$(BIN)/python -m tools.fuzz_corpus build/fuzz
+	$(FUZZ) -o build/fuzz/fuzz_toc csrc/fuzz_toc.c $(addprefix csrc/,toc.c plan.c super.c session.c miss.c objects.c tree.c erofs.c)
+	$(FUZZ) -o build/fuzz/fuzz_fuse csrc/fuzz_fuse.c $(C_CORE:%=csrc/%.c) -lzstd -lcrypto -lpthread
+	@touch $@
+
+fuzz: setup build/fuzz/built
+	build/fuzz/fuzz_toc $(FUZZ_ARGS) -max_len=65536 build/fuzz/toc
+	build/fuzz/fuzz_fuse $(FUZZ_ARGS) -max_len=4096 build/fuzz/fuse
 
 # What is generated from the types: docs/api.md, docs/errors.md and docs/metrics.md.
 docs: setup

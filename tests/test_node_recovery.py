@@ -173,7 +173,7 @@ def test_the_daemon_killed(groups: Groups, tmp_path: Path) -> None:
 def test_what_happened_while_there_was_no_daemon(groups: Groups, tmp_path: Path) -> None:
     with killed_node(tmp_path / "node") as nodes:
         first = nodes[0]
-        killed, expired, failed, thawed = (create(first, groups.base, options=options) for options in ((), ("--ttl", "3"), (), ()))
+        killed, expired, failed, thawed = (create(first, groups.base, options=options) for options in ((), ("--ttl", "8"), (), ()))
         pid = int((first.directory / f"run/envs/{failed}/init.pid").read_text())
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: inspect(first, failed)["state"] == "killed", "the failure")
