@@ -1,8 +1,7 @@
 """`python -m bench.data`: reading a large file whose chunks are all in the node's cache: sequentially and at random (64 KiB), with 1 and
 8 readers, in an environment (merged and kernel view) and in an overlay on ext4.
 
-cold: the kernel's caches are dropped before each run. backing warm: the cache file is in the page cache, the environment's file is not
-(its pages were dropped): what the way through weefs itself costs. Then how much page cache one read of the whole file leaves.
+The kernel's caches are dropped before each run. Then how much page cache one read of the whole file leaves.
 
 Figures are medians of `--runs` rounds, side by side; ratios are of throughput, ext4 = 1."""
 
@@ -44,8 +43,6 @@ else:
         assert len(os.pread(fd, 65536, choose.randrange(size >> 16) << 16)) == 65536
 """
 
-DROP = "import os, sys; fd = os.open(sys.argv[1], os.O_RDONLY); os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)"
-
 
 @attrs.frozen
 class Way:
@@ -61,10 +58,6 @@ class Way:
             f"{sys.executable} -c '{READER}' {self.path} {kind} {reader} {readers} {RANDOM_READS} {FILE_BYTES}" for reader in range(readers)
         )
         return self.node.run("bash", "-c", f"{script} & wait").wall_s
-
-    def drop(self) -> None:
-        """The file's own pages, not those of what is below it."""
-        self.node.run(sys.executable, "-c", DROP, self.path)
 
 
 def make_large(root: Path) -> None:
@@ -92,23 +85,20 @@ def cached_bytes() -> int:
     return int(lines["Cached"].split()[0]) << 10
 
 
-def measure(ways: list[Way], runs: int, title: str) -> None:
+def measure(ways: list[Way], runs: int) -> None:
     rows = []
     for kind in ("sequential", "random"):
         for readers in (1, 8):
             times: dict[str, list[float]] = {way.name: [] for way in ways}
             for _ in range(runs):
                 for way in ways:
-                    if title == "COLD":
-                        drop_caches()
-                    else:
-                        way.drop()
+                    drop_caches()
                     times[way.name].append(way.read(kind, readers))
             amount = FILE_BYTES if kind == "sequential" else RANDOM_READS * READ_BYTES
             cells = [f"{amount / statistics.median(times[way.name]) / 1e6:.0f} MB/s" for way in ways]
             ratios = [statistics.median(e / m for e, m in zip(times["ext4"], times[way.name], strict=True)) for way in ways]
             rows.append((f"{kind}, {readers}", cells[0], *(f"{c} {r:.2f}" for c, r in zip(cells[1:], ratios[1:], strict=True))))
-    print_table((title, "EXT4", *(f"{way.name.upper()} (x ext4)" for way in ways[1:])), rows)
+    print_table(("COLD", "EXT4", *(f"{way.name.upper()} (x ext4)" for way in ways[1:])), rows)
 
 
 def measure_memory(ways: list[Way]) -> None:
@@ -130,8 +120,7 @@ def main() -> None:
     scratch = root.parent / "data"
     scratch.mkdir(exist_ok=True)
     with all_ways(root, scratch) as ways:
-        measure(ways, arguments.runs, "COLD")
-        measure(ways, arguments.runs, "BACKING WARM")
+        measure(ways, arguments.runs)
         measure_memory(ways)
 
 
