@@ -22,6 +22,7 @@
 
 #include "objects.h"
 #include "read.h"
+#include "request.h"
 #include "util.h"
 
 #ifndef FUSE_HAS_RESEND
@@ -34,19 +35,6 @@
 
 #define FOREVER_S (UINT64_C(10) * 365 * 86400)
 #define MAX_CHUNKS_PER_READ (FUSE_MAX_READ / TOC_STREAM_ALIGN + 2)
-#define OVERLAY_PREFIX "trusted.overlay."
-#define OVERLAY_PREFIX_LENGTH (sizeof(OVERLAY_PREFIX) - 1)
-#define ESCAPE "overlay."
-#define ESCAPE_LENGTH (sizeof(ESCAPE) - 1)
-
-struct request {
-	struct weefs *w;
-	struct worker *worker;
-	int fd;
-	const struct fuse_in_header *header;
-	const void *argument;	/* behind the header */
-	size_t size;		/* of the argument */
-};
 
 /* ---- answers ---- */
 
@@ -68,7 +56,7 @@ static bool answer_parts(int fd, uint64_t unique, int error, const struct iovec 
 	return written >= 0;
 }
 
-static bool answer(const struct request *request, const void *data, size_t size)
+bool request_answer(const struct request *request, const void *data, size_t size)
 {
 	struct iovec part = {(void *)data, size};
 
@@ -79,7 +67,7 @@ static bool answer(const struct request *request, const void *data, size_t size)
 static void answer_entry(const struct request *request, const struct fuse_entry_out *entry)
 {
 	super_hold(request->w, entry->nodeid);
-	if (!answer(request, entry, sizeof(*entry)))
+	if (!request_answer(request, entry, sizeof(*entry)))
 		super_forget(request->w, entry->nodeid, 1);
 }
 
@@ -98,7 +86,7 @@ static uint32_t counted_as(uint32_t opcode)
 	return opcode < STATS_OPERATIONS ? opcode : 0;
 }
 
-static void answer_error(const struct request *request, int error)
+void request_error(const struct request *request, int error)
 {
 	uint32_t opcode = request->header->opcode;
 
@@ -171,12 +159,12 @@ static void do_getattr(const struct request *request)
 	if (r == -EISDIR) {
 		fill_own_attr(request->w, request->header->nodeid, &out.attr);
 	} else if (r) {
-		answer_error(request, r);
+		request_error(request, r);
 		return;
 	} else {
 		fill_attr(&object, &out.attr);
 	}
-	answer(request, &out, sizeof(out));
+	request_answer(request, &out, sizeof(out));
 }
 
 /* ---- names ---- */
@@ -189,7 +177,7 @@ static void lookup_plan(const struct request *request, const char *name, size_t 
 	int r = plan ? super_object(request->w, node_merged(plan->slot, 0), &object) : -ENOENT;
 
 	if (r) {
-		answer_error(request, r);
+		request_error(request, r);
 		return;
 	}
 	fill_entry(&object, &out); /* until fuse_forget_plan() */
@@ -219,7 +207,7 @@ static void lookup_own(const struct request *request, const char *name, size_t l
 					      .attr_valid = FOREVER_S};
 		fill_own_attr(request->w, node, &out.attr);
 	} else {
-		answer_error(request, r);
+		request_error(request, r);
 		return;
 	}
 	answer_entry(request, &out);
@@ -235,7 +223,7 @@ static void do_lookup(const struct request *request)
 	int r;
 
 	if (request->size == 0 || name[request->size - 1] != 0) {
-		answer_error(request, EINVAL);
+		request_error(request, EINVAL);
 		return;
 	}
 	length = strlen(name);
@@ -249,11 +237,11 @@ static void do_lookup(const struct request *request)
 	if (r == 0)
 		r = super_object(request->w, node, &object);
 	if (r && r != -ENOENT) {
-		answer_error(request, r);
+		request_error(request, r);
 		return;
 	}
 	if (r) {
-		answer(request, &out, sizeof(out));
+		request_answer(request, &out, sizeof(out));
 		return;
 	}
 	fill_entry(&object, &out);
@@ -268,9 +256,9 @@ static void do_readlink(const struct request *request)
 	if (r == 0 && !S_ISLNK(object.inode->mode))
 		r = -EINVAL;
 	if (r)
-		answer_error(request, r);
+		request_error(request, r);
 	else
-		answer(request, object.layer->toc.strings + object.inode->data, object.inode->size);
+		request_answer(request, object.layer->toc.strings + object.inode->data, object.inode->size);
 }
 
 /* ---- directories ---- */
@@ -355,7 +343,7 @@ static void do_readdir(const struct request *request, bool plus)
 	if (request->size < sizeof(*in))
 		r = -EINVAL;
 	if (r && (!own || r != -EISDIR)) {
-		answer_error(request, r);
+		request_error(request, r);
 		return;
 	}
 	size = in->size < FUSE_MAX_READ ? in->size : FUSE_MAX_READ;
@@ -372,7 +360,7 @@ static void do_readdir(const struct request *request, bool plus)
 		if (!add_entry(request->w, reply, &used, size, plus, &listed, position + 1))
 			break;
 	}
-	if (!answer(request, reply, used) && plus)
+	if (!request_answer(request, reply, used) && plus)
 		unhold_entries(request->w, reply, used);
 }
 
@@ -479,14 +467,14 @@ static void do_read(const struct request *request)
 		read.offset = in->offset;
 		read.size = read_size(object.inode, in->offset, in->size < FUSE_MAX_READ ? in->size : FUSE_MAX_READ);
 		if (read.size == 0) {
-			answer(request, NULL, 0);
+			request_answer(request, NULL, 0);
 			return;
 		}
 		r = serve_read(request->w, &read, NULL, request->worker->reply, &request->worker->stats->read_bytes);
 		request->worker->parked = r == 0;
 	}
 	if (r < 0)
-		answer_error(request, r);
+		request_error(request, r);
 }
 
 static void do_interrupt(const struct request *request)
@@ -495,11 +483,11 @@ static void do_interrupt(const struct request *request)
 	struct read_request read;
 
 	if (request->size < sizeof(*in))
-		answer_error(request, EINVAL);
+		request_error(request, EINVAL);
 	else if (miss_interrupt(&request->w->misses, in->unique, &read))
 		fuse_fail_read(request->w, &read, EINTR);
 	else
-		answer_error(request, EAGAIN); /* not waiting yet, or answered: the kernel asks again if it still matters */
+		request_error(request, EAGAIN); /* not waiting yet, or answered: the kernel asks again if it still matters */
 }
 
 static void do_lseek(const struct request *request)
@@ -514,108 +502,9 @@ static void do_lseek(const struct request *request)
 	if (r == 0)
 		r = read_seek(&object.layer->toc, object.inode, in->offset, in->whence == SEEK_HOLE, &out.offset);
 	if (r)
-		answer_error(request, r);
+		request_error(request, r);
 	else
-		answer(request, &out, sizeof(out));
-}
-
-/* ---- extended attributes ---- */
-
-/* Is the stored name one that would instruct an overlay above us? Then it is shown with one more "overlay.", as the
- * kernel itself escapes it. */
-static bool must_escape(const struct weefs *w, const char *name, size_t length)
-{
-	return w->options.escape_overlay_xattrs && length >= OVERLAY_PREFIX_LENGTH && memcmp(name, OVERLAY_PREFIX, OVERLAY_PREFIX_LENGTH) == 0;
-}
-
-static const struct toc_xattr *find_xattr(const struct request *request, const struct object *object, const char *name)
-{
-	const struct toc *toc = &object->layer->toc;
-	size_t length = strlen(name), skip_at = 0, skip = 0;
-
-	if (must_escape(request->w, name, length)) {
-		if (strncmp(name + OVERLAY_PREFIX_LENGTH, ESCAPE, ESCAPE_LENGTH) != 0)
-			return NULL;
-		skip_at = OVERLAY_PREFIX_LENGTH;
-		skip = ESCAPE_LENGTH;
-	}
-	for (uint32_t i = object->inode->xattr; i < object->inode->xattr + object->inode->xattrs; i++) {
-		const struct toc_xattr *xattr = &toc->xattrs[i];
-		const char *stored = toc->strings + xattr->name;
-
-		if (xattr->name_length == length - skip && memcmp(stored, name, skip_at) == 0 &&
-		    memcmp(stored + skip_at, name + skip_at + skip, length - skip - skip_at) == 0)
-			return xattr;
-	}
-	return NULL;
-}
-
-/* Values and lists are asked for in two ways: size 0 asks how long it is. */
-static void answer_sized(const struct request *request, uint32_t size, const void *data, size_t length)
-{
-	struct fuse_getxattr_out out = {.size = (uint32_t)length};
-
-	if (size == 0)
-		answer(request, &out, sizeof(out));
-	else if (length > size)
-		answer_error(request, ERANGE);
-	else
-		answer(request, data, length);
-}
-
-static void do_getxattr(const struct request *request)
-{
-	const struct fuse_getxattr_in *in = request->argument;
-	const char *name = (const char *)(in + 1);
-	const struct toc_xattr *xattr;
-	struct object object;
-	int r;
-
-	if (request->size <= sizeof(*in) || name[request->size - sizeof(*in) - 1] != 0) {
-		answer_error(request, EINVAL);
-		return;
-	}
-	r = super_object(request->w, request->header->nodeid, &object);
-	xattr = r == 0 ? find_xattr(request, &object, name) : NULL;
-	if (!xattr)
-		answer_error(request, r && r != -EISDIR ? r : ENODATA);
-	else
-		answer_sized(request, in->size, object.layer->toc.strings + xattr->value, xattr->value_length);
-}
-
-/* An empty list, never ENODATA, when there is none: overlayfs' copy-up takes an error for one. */
-static void do_listxattr(const struct request *request)
-{
-	const struct fuse_getxattr_in *in = request->argument;
-	char *reply = (char *)request->worker->reply;
-	struct object object;
-	size_t used = 0;
-	int r = request->size < sizeof(*in) ? -EINVAL : super_object(request->w, request->header->nodeid, &object);
-
-	if (r && r != -EISDIR) {
-		answer_error(request, r);
-		return;
-	}
-	for (uint32_t i = 0; r == 0 && i < object.inode->xattrs; i++) {
-		const struct toc_xattr *xattr = &object.layer->toc.xattrs[object.inode->xattr + i];
-		const char *name = object.layer->toc.strings + xattr->name;
-		size_t length = xattr->name_length, at = must_escape(request->w, name, length) ? OVERLAY_PREFIX_LENGTH : 0;
-
-		if (FUSE_REPLY_SIZE - used < length + ESCAPE_LENGTH + 1) {
-			answer_error(request, E2BIG);
-			return;
-		}
-		memcpy(reply + used, name, at);
-		used += at;
-		if (at) {
-			memcpy(reply + used, ESCAPE, ESCAPE_LENGTH);
-			used += ESCAPE_LENGTH;
-		}
-		memcpy(reply + used, name + at, length - at);
-		used += length - at;
-		reply[used++] = 0;
-	}
-	answer_sized(request, in->size, reply, used);
+		request_answer(request, &out, sizeof(out));
 }
 
 /* ---- the mount ---- */
@@ -631,7 +520,7 @@ static void do_statfs(const struct request *request)
 		out.st.blocks += layer ? (layer->toc.header->stream_size + 4095) / 4096 : 0;
 		out.st.files += layer ? layer->toc.n_inodes : 0;
 	}
-	answer(request, &out, sizeof(out));
+	request_answer(request, &out, sizeof(out));
 }
 
 static void do_init(const struct request *request)
@@ -645,7 +534,7 @@ static void do_init(const struct request *request)
 	uint64_t offered, flags;
 
 	if (request->size < 16) { /* major, minor, max_readahead, flags */
-		answer_error(request, EPROTO);
+		request_error(request, EPROTO);
 		return;
 	}
 	offered = in->flags;
@@ -653,7 +542,7 @@ static void do_init(const struct request *request)
 		offered |= (uint64_t)in->flags2 << 32;
 	/* Without NO_OPEN support (Linux before 3.16) and MAX_PAGES (before 4.20) this server would be wrong or slow: say so by refusing. */
 	if (in->major != FUSE_KERNEL_VERSION || (offered & FUSE_NO_OPENDIR_SUPPORT) == 0) {
-		answer_error(request, EPROTO);
+		request_error(request, EPROTO);
 		return;
 	}
 	/* A predecessor that died with this very request may have answered it: then what it said holds. */
@@ -670,7 +559,7 @@ static void do_init(const struct request *request)
 	out.max_write = 4096;
 	out.time_gran = 1;
 	out.max_pages = FUSE_MAX_READ / 4096;
-	answer(request, &out, sizeof(out));
+	request_answer(request, &out, sizeof(out));
 	atomic_store(&session->initialised, 1);
 }
 
@@ -683,15 +572,15 @@ static void handle(const struct request *request)
 	case FUSE_READ: do_read(request); break;
 	case FUSE_READDIR: do_readdir(request, false); break;
 	case FUSE_READDIRPLUS: do_readdir(request, true); break;
-	case FUSE_GETXATTR: do_getxattr(request); break;
-	case FUSE_LISTXATTR: do_listxattr(request); break;
+	case FUSE_GETXATTR: xattr_get(request); break;
+	case FUSE_LISTXATTR: xattr_list(request); break;
 	case FUSE_LSEEK: do_lseek(request); break;
 	case FUSE_STATFS: do_statfs(request); break;
 	case FUSE_INTERRUPT: do_interrupt(request); break;
 	case FUSE_INIT: do_init(request); break;
 	case FUSE_FORGET: case FUSE_BATCH_FORGET: do_forget(request->w, request->worker->request); break; /* no answer */
-	case FUSE_DESTROY: answer(request, NULL, 0); break;
-	default: answer_error(request, ENOSYS); break; /* OPEN, OPENDIR, STATX, ACCESS, FLUSH: the kernel takes its default from here on */
+	case FUSE_DESTROY: request_answer(request, NULL, 0); break;
+	default: request_error(request, ENOSYS); break; /* OPEN, OPENDIR, STATX, ACCESS, FLUSH: the kernel takes its default from here on */
 	}
 }
 

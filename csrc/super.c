@@ -51,6 +51,31 @@ void super_forget(struct weefs *w, uint64_t id, uint64_t n)
 		miss_ring(&w->misses); /* it may be closed now */
 }
 
+struct layer *super_use_layer(struct weefs *w, uint32_t slot)
+{
+	struct layer *layer;
+
+	pthread_mutex_lock(&w->lock);
+	layer = super_layer(w, slot);
+	if (layer)
+		layer->users++;
+	pthread_mutex_unlock(&w->lock);
+	return layer;
+}
+
+void super_unuse_layer(struct weefs *w, struct layer *layer)
+{
+	bool idle;
+
+	if (!layer)
+		return;
+	pthread_mutex_lock(&w->lock);
+	idle = --layer->users == 0 && atomic_load(&layer->plans) == 0;
+	pthread_mutex_unlock(&w->lock);
+	if (idle)
+		miss_ring(&w->misses);
+}
+
 struct plan *super_find_plan(struct weefs *w, const char *name, size_t length)
 {
 	for (uint32_t page = 0; page < SLOT_PAGES; page++) {

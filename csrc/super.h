@@ -92,6 +92,11 @@ struct plan *super_plan(struct weefs *w, uint32_t slot);
 void super_hold(struct weefs *w, uint64_t node);
 void super_forget(struct weefs *w, uint64_t node, uint64_t n);
 
+/* The layer, which stays until it is given back; NULL when nothing has that slot, which may be given back too. For callers of the public
+ * functions: FUSE threads need it not (`section`). */
+struct layer *super_use_layer(struct weefs *w, uint32_t slot);
+void super_unuse_layer(struct weefs *w, struct layer *layer);
+
 /* The plan of that name, or NULL. */
 struct plan *super_find_plan(struct weefs *w, const char *name, size_t length);
 

@@ -1,4 +1,4 @@
-/* The public functions: making and ending a superblock, adding layers and plans, and the side of the miss queue that fetches. */
+/* The public functions: making and ending a superblock, adding and removing layers and plans, serving. Fetching is in publish.c. */
 #include "weefs.h"
 
 #include <errno.h>
@@ -204,31 +204,6 @@ static int layer_open(int toc_fd, uint64_t toc_size, int data_fd, int map_fd, co
 	return r ? r : cache_open(&layer->cache, &layer->toc, data_fd, map_fd, boot_id, error);
 }
 
-static struct layer *layer_use(struct weefs *w, uint32_t slot)
-{
-	struct layer *layer;
-
-	pthread_mutex_lock(&w->lock);
-	layer = super_layer(w, slot);
-	if (layer)
-		layer->users++;
-	pthread_mutex_unlock(&w->lock);
-	return layer;
-}
-
-static void layer_unuse(struct weefs *w, struct layer *layer)
-{
-	bool idle;
-
-	if (!layer)
-		return;
-	pthread_mutex_lock(&w->lock);
-	idle = --layer->users == 0 && atomic_load(&layer->plans) == 0;
-	pthread_mutex_unlock(&w->lock);
-	if (idle)
-		miss_ring(&w->misses);
-}
-
 int weefs_add_layer(struct weefs *w, const struct weefs_place *place, int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id,
 		    const char *name, struct weefs_error *error)
 {
@@ -256,7 +231,7 @@ int weefs_add_layer(struct weefs *w, const struct weefs_place *place, int toc_fd
 		pthread_mutex_unlock(&w->lock);
 		if (added)
 			fuse_forget_layer(w, added); /* a directory of an earlier layer of that name, which the kernel may hold */
-		layer_unuse(w, added);
+		super_unuse_layer(w, added);
 		if (r)
 			fail(error, r, "layer slot %u cannot be used: %s", place->slot, strerror(-r));
 	}
@@ -312,7 +287,7 @@ uint32_t weefs_idle_layers(struct weefs *w, uint32_t *ret_slots, uint32_t n)
 
 int weefs_layer_info(struct weefs *w, uint32_t slot, struct weefs_layer_info *ret_info)
 {
-	struct layer *layer = layer_use(w, slot);
+	struct layer *layer = super_use_layer(w, slot);
 
 	if (!layer)
 		return -ENOENT;
@@ -328,7 +303,7 @@ int weefs_layer_info(struct weefs *w, uint32_t slot, struct weefs_layer_info *re
 		.present_stored = atomic_load(&layer->cache.present_stored),
 		.present_raw = atomic_load(&layer->cache.present_raw),
 	};
-	layer_unuse(w, layer);
+	super_unuse_layer(w, layer);
 	return 0;
 }
 
@@ -432,7 +407,7 @@ static void release_layers(struct weefs *w, const struct plan *plan)
 		pthread_mutex_unlock(&w->lock);
 		if (layer)
 			fuse_forget_layer(w, layer);
-		layer_unuse(w, layer);
+		super_unuse_layer(w, layer);
 	}
 }
 
@@ -574,147 +549,6 @@ int weefs_ended(struct weefs *w)
 		if (!atomic_load(&w->workers[i]->ended))
 			return 0;
 	return 1;
-}
-
-/* ---- misses ---- */
-
-int weefs_miss_fd(struct weefs *w)
-{
-	return w->misses.event_fd;
-}
-
-uint32_t weefs_take_misses(struct weefs *w, struct weefs_miss *ret_misses, uint32_t n)
-{
-	return miss_take(&w->misses, ret_misses, n);
-}
-
-uint32_t weefs_take_faults(struct weefs *w, struct weefs_fault *ret_faults, uint32_t n)
-{
-	return miss_take_faults(&w->misses, ret_faults, n);
-}
-
-void weefs_answer_faults(struct weefs *w, uint64_t through)
-{
-	struct pending *ready = miss_faulted(&w->misses, through);
-
-	while (ready) {
-		struct pending *next = ready->next;
-
-		fuse_fail_read(w, &ready->request, EIO);
-		miss_release(&w->misses, ready);
-		ready = next;
-	}
-	miss_ring(&w->misses); /* a layer that only they kept may be idle now */
-}
-
-/* To be given back with layer_unuse(). */
-static struct layer *layer_with_chunk(struct weefs *w, uint32_t slot, uint32_t chunk)
-{
-	struct layer *layer = layer_use(w, slot);
-
-	if (layer && chunk < layer->toc.n_chunks)
-		return layer;
-	layer_unuse(w, layer);
-	return NULL;
-}
-
-int weefs_claim(struct weefs *w, uint32_t slot, uint32_t chunk, struct weefs_miss *ret_miss)
-{
-	struct layer *layer = layer_with_chunk(w, slot, chunk);
-	int r = layer ? miss_claim(&w->misses, layer, chunk, ret_miss) : -ENOENT;
-
-	layer_unuse(w, layer);
-	return r;
-}
-
-static void answer_ready(struct weefs *w, struct pending *ready)
-{
-	while (ready) {
-		struct pending *next = ready->next;
-
-		fuse_answer_pending(w, ready);
-		pending_free(&w->misses, ready);
-		ready = next;
-	}
-}
-
-/* Writes the chunk and marks it, or gets hold of it in memory when the cache cannot take it. */
-static int store_chunk(struct weefs *w, struct layer *layer, uint32_t chunk, const uint8_t *stored, size_t size, struct held **ret_held,
-		       struct weefs_error *error)
-{
-	cleanup_free uint8_t *buffer = NULL;
-	const uint8_t *raw = NULL;
-	int r = cache_verify(&layer->cache, chunk, stored, size, &raw, &buffer, error);
-
-	if (r) {
-		stats_add(&w->session.shared->rejected, r == -EBADMSG);
-		return r;
-	}
-	for (uint32_t times = cache_times_voided(&layer->cache); r == 0; times = cache_times_voided(&layer->cache)) {
-		r = cache_write(&layer->cache, chunk, raw, error);
-		if (r || !cache_mark(&layer->cache, chunk, times))
-			continue;
-		stats_add(&w->session.shared->published, 1);
-		return 0;
-	}
-	*ret_held = miss_hold(&w->misses, layer, chunk, raw);
-	if (!*ret_held)
-		return r;
-	stats_add(&w->session.shared->unwritten, 1);
-	return 0;
-}
-
-/* Chunks of full size are inside of large files: they do not stay in the page cache of the data file (cache.h). */
-static void settle_chunk(struct weefs *w, const struct layer *layer, uint32_t chunk)
-{
-	struct settling now = {layer->slot, chunk, layer->generation}, before;
-	struct layer *earlier;
-
-	if (layer->toc.chunks[chunk].raw_size < layer->toc.header->chunk_size)
-		return;
-	cache_settle(&layer->cache, chunk);
-	pthread_mutex_lock(&w->lock);
-	before = w->settling[w->settled % CACHE_SETTLING];
-	w->settling[w->settled++ % CACHE_SETTLING] = now;
-	pthread_mutex_unlock(&w->lock);
-	earlier = before.layer ? layer_use(w, before.layer) : NULL;
-	if (earlier && earlier->generation == before.generation)
-		cache_drop_chunk(&earlier->cache, before.chunk);
-	layer_unuse(w, earlier);
-}
-
-int weefs_publish(struct weefs *w, uint32_t slot, uint32_t chunk, const uint8_t *stored, size_t size, struct weefs_error *error)
-{
-	struct layer *layer = layer_with_chunk(w, slot, chunk);
-	struct held *held = NULL;
-	bool is_new = false;
-	int r = 0;
-
-	if (!layer)
-		return fail(error, -ENOENT, "no layer %u with a chunk %u", slot, chunk);
-	if (!cache_has(&layer->cache, chunk)) {
-		r = store_chunk(w, layer, chunk, stored, size, &held, error);
-		is_new = r == 0 && !held;
-	}
-	if (r == 0) {
-		answer_ready(w, miss_arrived(&w->misses, layer, chunk, held));
-		miss_unhold(&w->misses, held);
-	}
-	if (is_new)
-		settle_chunk(w, layer, chunk);
-	layer_unuse(w, layer);
-	return r;
-}
-
-int weefs_fail(struct weefs *w, uint32_t slot, uint32_t chunk, int error)
-{
-	struct layer *layer = layer_with_chunk(w, slot, chunk);
-
-	if (!layer)
-		return -ENOENT;
-	miss_failed(&w->misses, layer, chunk, error);
-	layer_unuse(w, layer);
-	return 0;
 }
 
 /* ---- for tests and tools ---- */
