@@ -29,7 +29,7 @@ ffi.set_source(
     '#include "weefs.h"',
     sources=[f"csrc/{name}" for name in SOURCES],
     include_dirs=["csrc"],
-    depends=[f"csrc/{path.name}" for path in CSRC.glob("*.h")],
+    depends=["weefs/core_build.py", *(f"csrc/{path.name}" for path in CSRC.glob("*.h"))],
     extra_compile_args=FLAGS,
     libraries=["zstd", "crypto", "pthread"],
 )
