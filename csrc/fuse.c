@@ -530,6 +530,7 @@ static void do_init(const struct request *request)
 				FUSE_DO_READDIRPLUS | FUSE_READDIRPLUS_AUTO | FUSE_CACHE_SYMLINKS | FUSE_EXPLICIT_INVAL_DATA | FUSE_INIT_EXT |
 				(request->w->options.no_resend ? 0 : FUSE_HAS_RESEND);
 	struct session_header *session = request->w->session.header;
+	uint32_t connection = request->worker->connection;
 	struct fuse_init_out out = {.major = FUSE_KERNEL_VERSION, .minor = FUSE_KERNEL_MINOR_VERSION};
 	uint64_t offered, flags;
 
@@ -546,10 +547,10 @@ static void do_init(const struct request *request)
 		return;
 	}
 	/* A predecessor that died with this very request may have answered it: then what it said holds. */
-	if (session->init_flags == 0)
-		session->init_flags = wanted & offered;
-	session->init_minor = in->minor;
-	flags = session->init_flags;
+	if (session->init_flags[connection] == 0)
+		session->init_flags[connection] = wanted & offered;
+	session->init_minor[connection] = in->minor;
+	flags = session->init_flags[connection];
 	out.max_readahead = FUSE_MAX_READ; /* a bound; mount.c sets what is done */
 	out.flags = (uint32_t)flags;
 	out.flags2 = (uint32_t)(flags >> 32);
@@ -560,7 +561,7 @@ static void do_init(const struct request *request)
 	out.time_gran = 1;
 	out.max_pages = FUSE_MAX_READ / 4096;
 	request_answer(request, &out, sizeof(out));
-	atomic_store(&session->initialised, 1);
+	atomic_store(&session->initialised[connection], 1);
 }
 
 static void handle(const struct request *request)
@@ -590,13 +591,30 @@ static bool notify(int fd, int code, const struct iovec *parts, int n)
 	return answer_parts(fd, 0, -code, parts, n);
 }
 
+/* The first thread of a connection; NULL before anything is served. */
+static const struct worker *first_worker(struct weefs *w, uint32_t connection)
+{
+	uint32_t first = connection * (w->session.header->threads / w->session.header->connections);
+
+	return first < atomic_load(&w->n_workers) ? w->workers[first] : NULL;
+}
+
+static void notify_all(struct weefs *w, int code, const struct iovec *parts, int n)
+{
+	for (uint32_t connection = 0; connection < w->session.header->connections; connection++) {
+		const struct worker *worker = first_worker(w, connection);
+
+		if (worker)
+			notify(worker->fd, code, parts, n);
+	}
+}
+
 void fuse_root_changed(struct weefs *w)
 {
 	struct fuse_notify_inval_inode_out out = {.ino = NODE_ROOT, .off = 0, .len = 0};
 	struct iovec part = {&out, sizeof(out)};
 
-	if (atomic_load(&w->n_workers))
-		notify(w->workers[0]->fd, FUSE_NOTIFY_INVAL_INODE, &part, 1);
+	notify_all(w, FUSE_NOTIFY_INVAL_INODE, &part, 1);
 }
 
 void fuse_forget_plan(struct weefs *w, const char *name)
@@ -604,8 +622,7 @@ void fuse_forget_plan(struct weefs *w, const char *name)
 	struct fuse_notify_inval_entry_out out = {.parent = NODE_ROOT, .namelen = (uint32_t)strlen(name)};
 	struct iovec parts[2] = {{&out, sizeof(out)}, {(void *)name, strlen(name) + 1}};
 
-	if (atomic_load(&w->n_workers))
-		notify(w->workers[0]->fd, FUSE_NOTIFY_INVAL_ENTRY, parts, 2);
+	notify_all(w, FUSE_NOTIFY_INVAL_ENTRY, parts, 2);
 	fuse_root_changed(w);
 }
 
@@ -614,8 +631,8 @@ void fuse_forget_layer(struct weefs *w, const struct layer *layer)
 	struct fuse_notify_inval_entry_out out = {.parent = node_objects(0), .namelen = (uint32_t)strlen(layer->name)};
 	struct iovec parts[2] = {{&out, sizeof(out)}, {(void *)layer->name, strlen(layer->name) + 1}};
 
-	if (atomic_load(&w->n_workers) && layer->name[0])
-		notify(w->workers[0]->fd, FUSE_NOTIFY_INVAL_ENTRY, parts, 2);
+	if (layer->name[0])
+		notify_all(w, FUSE_NOTIFY_INVAL_ENTRY, parts, 2);
 }
 
 /* ---- the threads ---- */
@@ -662,32 +679,40 @@ static void adopt_parked(struct weefs *w, uint32_t record)
 	fuse_fail_read(w, &read, ESTALE);
 }
 
-/* Everything comes again, but what has no answer. */
-static void await_resent(struct weefs *w)
+/* Everything of this connection comes again, but what has no answer. */
+static void await_resent(struct weefs *w, uint32_t connection)
 {
 	for (uint32_t i = 0; i < atomic_load(&w->n_workers); i++) {
 		const struct fuse_in_header *request = session_request(w->workers[i]->request);
 
-		if (request && (request->opcode == FUSE_FORGET || request->opcode == FUSE_BATCH_FORGET))
+		if (w->workers[i]->connection == connection && request &&
+		    (request->opcode == FUSE_FORGET || request->opcode == FUSE_BATCH_FORGET))
 			do_forget(w, w->workers[i]->request);
 	}
-	session_clear_requests(&w->session);
+	session_clear_requests(&w->session, connection);
+}
+
+/* Whether the kernel has agreed to send again what this connection's last server did not answer. */
+static bool ask_to_resend(struct weefs *w, uint32_t connection)
+{
+	const struct session_header *header = w->session.header;
+	const struct worker *worker = first_worker(w, connection);
+
+	return worker && atomic_load(&header->initialised[connection]) && (header->init_flags[connection] & FUSE_HAS_RESEND) &&
+	       !w->options.no_resend && notify(worker->fd, FUSE_NOTIFY_RESEND, NULL, 0);
 }
 
 int fuse_take_over(struct weefs *w)
 {
-	struct session_header *header = w->session.header;
-	bool resend = atomic_load(&header->initialised) && (header->init_flags & FUSE_HAS_RESEND) && !w->options.no_resend;
 	int r;
 
 	/* Cleared after the kernel has agreed: whoever dies in between leaves them to the next. */
-	resend = resend && notify(w->workers[0]->fd, FUSE_NOTIFY_RESEND, NULL, 0);
-	if (resend)
-		await_resent(w);
-	else
-		session_settle(&w->session);
+	for (uint32_t connection = 0; connection < w->session.header->connections; connection++)
+		if (ask_to_resend(w, connection))
+			await_resent(w, connection);
+	session_settle(&w->session); /* of a connection that resends, nothing is left */
 	r = miss_begin(&w->misses);
-	for (uint32_t i = 0; r == 0 && !resend && i < header->max_pending; i++)
+	for (uint32_t i = 0; r == 0 && i < w->session.header->max_pending; i++)
 		if (atomic_load(&w->session.parked[i].unique))
 			adopt_parked(w, i);
 	return r;

@@ -532,7 +532,7 @@ static void die(struct life *life)
 	begin(life);
 	drain(life, 0, 0);
 	header = life->w->session.header;
-	if (atomic_load(&header->initialised) && (header->init_flags & FUSE_RESENDS) && !life->w->options.no_resend)
+	if (atomic_load(&header->initialised[0]) && (header->init_flags[0] & FUSE_RESENDS) && !life->w->options.no_resend)
 		life->n_waiting = 0; /* the kernel would send them again; what was asked here is not */
 }
 
@@ -581,7 +581,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	struct life life = {.in = {data, size}};
 	char path[32];
 
-	assert(weefs_create_session(CLONES, MAX_PENDING, &life.session_fd) == 0);
+	assert(weefs_create_session(CLONES, 1, MAX_PENDING, &life.session_fd) == 0);
 	life.channel = memfd_create("channel", MFD_CLOEXEC);
 	assert(life.channel >= 0);
 	snprintf(path, sizeof(path), "/proc/self/fd/%d", life.channel);

@@ -36,13 +36,19 @@ static struct layout layout_of(uint32_t threads, uint32_t max_pending)
 	return layout;
 }
 
-int session_create(uint32_t threads, uint32_t max_pending, int *ret_fd)
+static bool in_bounds(uint32_t threads, uint32_t connections, uint32_t max_pending)
 {
-	struct session_header header = {.magic = MAGIC, .version = VERSION, .threads = threads, .max_pending = max_pending};
+	return threads > 0 && threads <= SESSION_MAX_THREADS && connections > 0 && connections <= SESSION_MAX_CONNECTIONS &&
+	       threads % connections == 0 && max_pending > 0 && max_pending <= MAX_PENDING;
+}
+
+int session_create(uint32_t threads, uint32_t connections, uint32_t max_pending, int *ret_fd)
+{
+	struct session_header header = {.magic = MAGIC, .version = VERSION, .threads = threads, .connections = connections, .max_pending = max_pending};
 	cleanup_close int fd = -1;
 	ssize_t written;
 
-	if (threads == 0 || threads > SESSION_MAX_THREADS || max_pending == 0 || max_pending > MAX_PENDING)
+	if (!in_bounds(threads, connections, max_pending))
 		return -EINVAL;
 	fd = memfd_create("weefs-session", MFD_CLOEXEC | MFD_ALLOW_SEALING);
 	if (fd < 0 || ftruncate(fd, (off_t)layout_of(threads, max_pending).size) < 0)
@@ -72,7 +78,7 @@ int session_open(struct session *session, int fd, struct weefs_error *error)
 		return fail(error, -EPROTO, "session memory: expected one made by weefs, received something else");
 	if (header.version != VERSION)
 		return fail(error, -EPROTO, "session memory: expected version %u, received %" PRIu32, VERSION, header.version);
-	if (header.threads == 0 || header.threads > SESSION_MAX_THREADS || header.max_pending == 0 || header.max_pending > MAX_PENDING)
+	if (!in_bounds(header.threads, header.connections, header.max_pending))
 		return fail(error, -EPROTO, "session memory: its sizes are out of bounds");
 	layout = layout_of(header.threads, header.max_pending);
 	if ((uint64_t)st.st_size != layout.size)
@@ -155,12 +161,14 @@ void session_unpark(struct session *session, uint32_t record)
 	atomic_store(&session->parked[record].unique, 0);
 }
 
-void session_clear_requests(struct session *session)
+void session_clear_requests(struct session *session, uint32_t connection)
 {
 	for (uint32_t i = 0; i < session->header->threads; i++)
-		session_clear(session->buffers + (uint64_t)i * SESSION_REQUEST_SIZE);
+		if (session_connection(session, i) == connection)
+			session_clear(session->buffers + (uint64_t)i * SESSION_REQUEST_SIZE);
 	for (uint32_t i = 0; i < session->header->max_pending; i++)
-		session_unpark(session, i);
+		if (atomic_load(&session->parked[i].unique) && session_connection(session, session->parked[i].clone) == connection)
+			session_unpark(session, i);
 }
 
 void session_settle(struct session *session)

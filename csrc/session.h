@@ -32,18 +32,21 @@
 #include "weefs.h"
 
 #define SESSION_MAX_THREADS 64u
+#define SESSION_MAX_CONNECTIONS 2u
 #define SESSION_REQUEST_SIZE (64u << 10)	/* the kernel wants room for its largest request: max_write (4096) and headers; xattr names and paths are smaller */
 #define SESSION_NO_RECORD UINT32_MAX
 
 struct session_header {
 	char magic[8];
 	uint32_t version;
-	uint32_t threads;
+	uint32_t threads;		/* of all connections: a multiple of their number, those of the first one first */
+	uint32_t connections;		/* 1 or 2 */
 	uint32_t max_pending;
 	_Atomic uint32_t served;	/* how many processes have begun to serve */
-	_Atomic uint32_t initialised;	/* INIT was answered */
-	uint32_t init_minor;		/* of the kernel; this and the flags are set before `initialised` */
-	uint64_t init_flags;		/* what was agreed on */
+	uint32_t reserved;
+	_Atomic uint32_t initialised[SESSION_MAX_CONNECTIONS];	/* its INIT was answered */
+	uint32_t init_minor[SESSION_MAX_CONNECTIONS];	/* of the kernel; this and the flags are set before `initialised` */
+	uint64_t init_flags[SESSION_MAX_CONNECTIONS];	/* what was agreed on */
 	_Atomic uint64_t generation;	/* the last one given to a plan or a layer */
 	_Atomic uint64_t faults;	/* the number of the last fault */
 };
@@ -72,7 +75,7 @@ struct session {
 };
 
 /* Makes the memory; the caller owns the descriptor. -EINVAL: a size out of its bounds. */
-int session_create(uint32_t threads, uint32_t max_pending, int *ret_fd);
+int session_create(uint32_t threads, uint32_t connections, uint32_t max_pending, int *ret_fd);
 
 /* Maps the memory. -EPROTO: another version's, or none. session_close() takes half-opened ones. */
 int session_open(struct session *session, int fd, struct weefs_error *ret_error);
@@ -95,8 +98,14 @@ void session_clear(uint8_t *buffer);
 void session_park(struct session *session, uint32_t record, const struct parked *parked);
 void session_unpark(struct session *session, uint32_t record);
 
-/* Forgets all requests: the kernel sends them again. */
-void session_clear_requests(struct session *session);
+/* The connection that a thread, or the descriptor of its number, belongs to. */
+static inline uint32_t session_connection(const struct session *session, uint32_t thread)
+{
+	return thread / (session->header->threads / session->header->connections);
+}
+
+/* Forgets all requests of a connection: the kernel sends them again. */
+void session_clear_requests(struct session *session, uint32_t connection);
 
 /* Drops each buffered READ that is in the table as well. */
 void session_settle(struct session *session);

@@ -48,6 +48,7 @@ struct slots {
 struct worker {
 	struct weefs *weefs;
 	pthread_t thread;
+	uint32_t connection;
 	int fd;
 	uint32_t index;			/* of the descriptor, which is that of its buffer in the session */
 	uint8_t *request, *reply;	/* `request` is the session's */

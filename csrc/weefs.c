@@ -16,9 +16,9 @@
 #include "super.h"
 #include "util.h"
 
-int weefs_create_session(uint32_t threads, uint32_t max_pending, int *ret_fd)
+int weefs_create_session(uint32_t threads, uint32_t connections, uint32_t max_pending, int *ret_fd)
 {
-	return session_create(threads, max_pending, ret_fd);
+	return session_create(threads, connections, max_pending, ret_fd);
 }
 
 static int open_session(struct weefs *w, struct weefs_error *error)
@@ -30,7 +30,7 @@ static int open_session(struct weefs *w, struct weefs_error *error)
 		if (w->session_fd < 0)
 			return fail(error, -errno, "session memory: %s", strerror(errno));
 	} else {
-		r = session_create(SESSION_MAX_THREADS, w->options.max_pending, &w->session_fd);
+		r = session_create(SESSION_MAX_THREADS, 1, w->options.max_pending, &w->session_fd);
 	}
 	return r ? fail(error, r, "session memory: %s", strerror(-r)) : session_open(&w->session, w->session_fd, error);
 }
@@ -351,6 +351,14 @@ static int add_plan(struct weefs *w, const struct weefs_place *place, const char
 	return 0;
 }
 
+static bool has_xattrs(const struct plan *plan)
+{
+	for (uint32_t i = 0; i < plan->n_layers; i++)
+		if (plan->layers[i].toc->n_xattrs)
+			return true;
+	return false;
+}
+
 int weefs_add_plan(struct weefs *w, const struct weefs_place *place, const char *name, const uint32_t *slots, uint32_t n,
 		   struct weefs_plan_info *ret_info, struct weefs_error *error)
 {
@@ -365,7 +373,7 @@ int weefs_add_plan(struct weefs *w, const struct weefs_place *place, const char 
 	pthread_mutex_lock(&w->lock);
 	r = add_plan(w, place, name, slots, n, &plan, error);
 	if (r == 0)
-		*ret_info = (struct weefs_plan_info){.entries = plan->n_entries, .content_size = plan->content_size, .merged_dirs = plan->n_directories,
+		*ret_info = (struct weefs_plan_info){.xattrs = has_xattrs(plan), .entries = plan->n_entries, .content_size = plan->content_size, .merged_dirs = plan->n_directories,
 						     .plan_specific = plan->n_files};
 	if (r == 0)
 		snprintf(ret_info->not_stackable, sizeof(ret_info->not_stackable), "%s", plan->not_stackable ? plan->not_stackable : "");
@@ -495,6 +503,7 @@ static int add_worker(struct weefs *w, int fd)
 		return -ENOMEM;
 	worker->weefs = w;
 	worker->index = n;
+	worker->connection = session_connection(&w->session, n);
 	worker->reply = aligned_alloc(4096, FUSE_REPLY_SIZE);
 	worker->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
 	if (worker->fd < 0)
@@ -520,6 +529,8 @@ int weefs_serve(struct weefs *w, const int *fds, uint32_t n)
 	pthread_mutex_lock(&w->lock);
 	if (atomic_load(&w->n_workers))
 		r = -EALREADY;
+	else if (w->session.header->connections > 1 && n != w->session.header->threads)
+		r = -EINVAL;
 	for (uint32_t i = 0; r == 0 && i < n; i++)
 		r = add_worker(w, fds[i]);
 	pthread_mutex_unlock(&w->lock);

@@ -73,6 +73,7 @@ struct weefs_plan_info {
 	uint64_t content_size;	/* of all its layers */
 	uint32_t merged_dirs;	/* directories that more than one layer has */
 	uint32_t plan_specific;	/* files whose link count differs in this plan from that in their layer */
+	uint32_t xattrs;	/* 1: a layer has extended attributes */
 	char not_stackable[128];	/* why overlayfs, given images of the layers, would show something else; empty: it shows the same */
 };
 
@@ -144,8 +145,12 @@ struct weefs_place {
 
 enum weefs_kind { WEEFS_PLAN, WEEFS_LAYER };
 
-/* Makes the memory for `threads` FUSE threads, in the keeper of the mount; the caller owns the descriptor. */
-int weefs_create_session(uint32_t threads, uint32_t max_pending, int *ret_fd);
+/* Makes the memory for `threads` FUSE threads, in the keeper of the mounts; the caller owns the descriptor.
+ *
+ * `connections`: 1, or 2 for two mounts that show the same, but for extended attributes, of which the first has none: its kernel is told so when
+ * it asks for one and never asks again. An overlay asks for some of each file that it looks up, which else is a request each, for every
+ * environment. Threads (and the descriptors of weefs_serve()) of the first connection come first, and are half of them. */
+int weefs_create_session(uint32_t threads, uint32_t connections, uint32_t max_pending, int *ret_fd);
 
 /* -EPROTO: the session is another version's, `ret_error` says so. */
 int weefs_new(const struct weefs_options *options, struct weefs **ret_weefs, struct weefs_error *ret_error);

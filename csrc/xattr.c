@@ -52,6 +52,12 @@ static void answer_sized(const struct request *request, uint32_t size, const voi
 		request_answer(request, data, length);
 }
 
+/* Of two connections, the first is for plans without attributes: told once that there are none at all, its kernel never asks again. */
+static bool has_none(const struct request *request)
+{
+	return request->w->session.header->connections == SESSION_MAX_CONNECTIONS && request->worker->connection == 0;
+}
+
 void xattr_get(const struct request *request)
 {
 	const struct fuse_getxattr_in *in = request->argument;
@@ -62,6 +68,10 @@ void xattr_get(const struct request *request)
 
 	if (request->size <= sizeof(*in) || name[request->size - sizeof(*in) - 1] != 0) {
 		request_error(request, EINVAL);
+		return;
+	}
+	if (has_none(request)) {
+		request_error(request, ENOSYS);
 		return;
 	}
 	r = super_object(request->w, request->header->nodeid, &object);

@@ -95,6 +95,15 @@ class DataPlaneConfig:
     """Further arguments of `python -m weefs`, for tests."""
 
     @property
+    def xattr_mount_path(self) -> Path:
+        """The second mount, for plans with extended attributes: see weefs_create_session() in csrc/weefs.h."""
+        return self.mount_path.with_name(f"{self.mount_path.name}-xattr")
+
+    @property
+    def mount_paths(self) -> tuple[Path, Path]:
+        return self.mount_path, self.xattr_mount_path
+
+    @property
     def socket_path(self) -> Path:
         return self.run_dir / "weefs.sock"
 
@@ -338,8 +347,9 @@ class WeefsDataPlane:
         failure = DataPlaneError("lost", "no attempt was made")
         for delay_s in START_DELAYS_S:
             await trio.sleep(delay_s)
-            if not any(mount.target == str(self._config.mount_path) and mount.kind == "fuse.weefs" for mount in current_mounts()):
-                raise DataPlaneError("lost", f"nothing is mounted on {self._config.mount_path} any more")
+            mounted = {mount.target for mount in current_mounts() if mount.kind == "fuse.weefs"}
+            if gone := [path for path in self._config.mount_paths if str(path) not in mounted]:
+                raise DataPlaneError("lost", f"nothing is mounted on {gone[0]} any more")
             try:
                 return await self._start()
             except DataPlaneError as error:
@@ -425,7 +435,8 @@ class WeefsDataPlane:
         plan = msgspec.convert(await self._call(protocol.AddPlan, layers=wanted, images=images, stacked=stacked), protocol.Plan)
         return MountedPlan(
             plan_id=plan.plan_id,
-            path=self._config.mount_path / plan.plan_id,
+            path=(self._config.xattr_mount_path if plan.xattrs else self._config.mount_path) / plan.plan_id,
+            objects=self._config.mount_path / "objects",
             content_bytes=plan.content_bytes,
             entries=plan.entries,
             images=tuple(Path(image) for image in plan.images),
@@ -467,7 +478,8 @@ class WeefsDataPlane:
     async def close(self) -> None:
         """Unmounts and ends the process: its FUSE threads end with the mount."""
         self._closing = True
-        unmount(self._config.mount_path)
+        for path in self._config.mount_paths:
+            unmount(path)
         if self._process is not None:
             if self._connection is not None:
                 with trio.move_on_after(5), contextlib.suppress(_Ended, DataPlaneError):
@@ -505,8 +517,9 @@ async def open_data_plane(config: DataPlaneConfig, running: Running | None = Non
     """
     config.cache_path.mkdir(parents=True, exist_ok=True)
     if running is None:  # else it is a mount, which answers no questions while its server is gone
-        config.mount_path.mkdir(parents=True, exist_ok=True)
-    kept = running.kept if running is not None else keeper.make(config.mount_path, config.socket_path, config.threads)
+        for path in config.mount_paths:
+            path.mkdir(parents=True, exist_ok=True)
+    kept = running.kept if running is not None else keeper.make(config.mount_paths, config.socket_path, config.threads)
     plane = WeefsDataPlane(config, kept)
     plane.adopted = running is not None
     if running is not None:

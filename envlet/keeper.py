@@ -25,6 +25,7 @@ import msgspec
 
 from envlet import errors
 from envlet.errors import EnvletError
+from envlet.syscalls import MNT_DETACH, umount
 from weefs import core, protocol
 
 HANDSHAKE_TIMEOUT_S = 20.0
@@ -58,14 +59,21 @@ class Running:
     """What came behind the welcome already."""
 
 
-def make(mount_path: Path, socket_path: Path, threads: int) -> Kept:
-    """Mounts weefs on `mount_path` and makes what is kept. Nothing serves yet. Raises OSError; then nothing is left."""
+def make(mount_paths: Sequence[Path], socket_path: Path, threads: int) -> Kept:
+    """Mounts weefs on each path, with as many threads each, and makes what is kept. Nothing serves yet. Raises OSError; then nothing is
+    left.
+    """
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listen(socket_path))
         stack.callback(socket_path.unlink, missing_ok=True)
-        session = core.create_session(threads=threads)
+        session = core.create_session(threads=threads * len(mount_paths), connections=len(mount_paths))
         stack.callback(os.close, session)
-        fuse = core.mount(mount_path, threads=threads)
+        fuse: list[int] = []
+        for path in mount_paths:
+            made = core.mount(path, threads=threads)
+            stack.callback(close_all, made)
+            stack.callback(umount, str(path), MNT_DETACH)
+            fuse += made
         stack.pop_all()
     return Kept(listener.detach(), session, tuple(fuse))
 

@@ -198,7 +198,7 @@ class KernelView:
             raise ValueError(f"it has no images: {plan.images_refused or 'the data plane makes none'}")
         self._hold(plan)
         layers = [self._target(image) for image in plan.images]
-        overlay.mount_stack(layers, plan.path.parent / "objects", upper, work, target, metacopy=self.view.metacopy)
+        overlay.mount_stack(layers, plan.objects or plan.path.parent / "objects", upper, work, target, metacopy=self.view.metacopy)
 
     def adopt(self, plan: MountedPlan) -> None:
         """A plan of an earlier daemon in this mount namespace, whose environments go on: its images are kept."""

@@ -32,6 +32,7 @@ class MountedRecord(msgspec.Struct, frozen=True, kw_only=True):
     content_bytes: int
     entries: int
     images: list[str]
+    objects: str | None
     images_refused: str
 
     @classmethod
@@ -42,6 +43,7 @@ class MountedRecord(msgspec.Struct, frozen=True, kw_only=True):
             content_bytes=plan.content_bytes,
             entries=plan.entries,
             images=[str(path) for path in plan.images],
+            objects=str(plan.objects) if plan.objects is not None else None,
             images_refused=plan.images_refused,
         )
 
@@ -52,6 +54,7 @@ class MountedRecord(msgspec.Struct, frozen=True, kw_only=True):
             content_bytes=self.content_bytes,
             entries=self.entries,
             images=tuple(Path(path) for path in self.images),
+            objects=Path(self.objects) if self.objects is not None else None,
             images_refused=self.images_refused,
         )
 

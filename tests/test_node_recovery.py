@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from node_process import WEENV, Groups, Node, create, left_behind, make_groups, run_node, start_node, wait_until
+from node_process import WEENV, Groups, Node, create, left_behind, make_base, make_groups, run_node, start_node, wait_until, weenv
 from registry_fixture import run_proxy, run_registry
 
 from envlet.client import Client
@@ -367,3 +367,37 @@ def test_a_second_daemon_takes_nothing_from_one_that_lives(groups: Groups, tmp_p
         assert (other.returncode != 0, "another daemon uses the run directory" in other.stderr) == (True, True), other.stderr
         assert (plane_of(node), info(node)["statistics"]["data_plane"]["process"]["successors"]) == (plane, 0)
         assert inspect(node, environment)["state"] == "ready"
+
+
+def test_plans_with_and_without_attributes(registry: str, tmp_path: Path) -> None:
+    """In the merged view the kernel never asks for attributes of plans that have none, and shows those of plans that have some; both after
+    the data plane was killed, too.
+    """
+    roots = [tmp_path / "plain", tmp_path / "marked"]
+    for root in roots:
+        make_base(root)
+        for number in range(50):
+            (root / "usr/share" / f"file{number}").write_text(f"{number}\n")
+    os.setxattr(roots[1] / "usr/share/file7", "user.mark", b"seven")
+    plain, marked = (weenv("group", "push", f"{registry}/attributes/{root.name}:1", "--rootfs", root) for root in roots)
+    with run_node(tmp_path / "node", settings='view = "merged"\n') as node:
+        environments = create(node, plain), create(node, marked)
+
+        def asked() -> int:
+            fuse = info(node)["statistics"]["data_plane"]["fuse"]
+            return int(fuse.get("requests_getxattr", 0))
+
+        def walk(environment: str) -> int:
+            before = asked()
+            assert node("env", "exec", environment, "--", "sh", "-c", "cat /usr/share/file*").split() == sorted(map(str, range(50)))
+            return asked() - before
+
+        walk(environments[0])
+        for _ in range(2):
+            another = create(node, plain)
+            assert walk(another) == 0
+            assert walk(create(node, marked)) > 50
+            namespace = f"/proc/{node.process.pid}/root{node.directory}/run/envs/{environments[1]}/root/usr/share/file7"
+            assert os.getxattr(namespace, "user.mark") == b"seven"
+            os.kill(plane_of(node), signal.SIGKILL)
+            wait_until(lambda: info(node)["statistics"]["data_plane"]["serving"], "a successor")

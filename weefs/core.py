@@ -107,6 +107,8 @@ class PlanInfo:
     plan_specific: int
     not_stackable: str
     """Why overlayfs, given images of the layers, would show something else; empty: it shows the same."""
+    xattrs: bool
+    """Whether a layer has extended attributes."""
 
 
 @attrs.frozen
@@ -175,12 +177,13 @@ def mount(path: Path, *, source: str = "weefs", threads: int = 2) -> list[int]:
     return list(descriptors)
 
 
-def create_session(*, threads: int = 2, max_pending: int = MAX_PENDING) -> int:
+def create_session(*, threads: int = 2, connections: int = 1, max_pending: int = MAX_PENDING) -> int:
     """Makes the memory that outlives a serving process; returns its descriptor, the caller's to keep, hand over and
-    close. `threads` as for mount(); `max_pending`: READ requests that may wait at once.
+    close. `threads`: of all `connections` together, which are as many mounts (of two, the first shows no extended attributes);
+    `max_pending`: READ requests that may wait at once.
     """
     fd = ffi.new("int *")
-    _check(lib.weefs_create_session(threads, max_pending, fd), None, "session memory")
+    _check(lib.weefs_create_session(threads, connections, max_pending, fd), None, "session memory")
     return int(fd[0])
 
 
@@ -293,7 +296,7 @@ class Core:
             self.release_plan(at)
         _check(added, error, f"plan {name}")
         reason = ffi.string(info.not_stackable).decode()
-        return PlanSlot(at.slot), PlanInfo(info.entries, info.content_size, info.merged_dirs, info.plan_specific, reason)
+        return PlanSlot(at.slot), PlanInfo(info.entries, info.content_size, info.merged_dirs, info.plan_specific, reason, bool(info.xattrs))
 
     def remove_plan(self, plan: PlanSlot) -> None:
         _check(lib.weefs_remove_plan(self._weefs, plan), None, f"plan {plan}")

@@ -239,7 +239,7 @@ class DataPlane:
 
     def _shown(self, name: str) -> Plan:
         info = self._plans[name].info
-        return Plan(plan_id=name, entries=info.entries, content_bytes=info.content_size)
+        return Plan(plan_id=name, entries=info.entries, content_bytes=info.content_size, xattrs=info.xattrs)
 
     def plans(self) -> list[Plan]:
         """What is served now."""

@@ -97,6 +97,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     mount. Empty unless asked for.
     """
     images_refused: str = ""
+    xattrs: bool = True
+    """Whether a layer has extended attributes: only the mount that shows them is right for it then."""
     """Why there are none although they were asked for: one sentence."""
 
 
