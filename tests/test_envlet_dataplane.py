@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import msgspec
 import pytest
 import trio
 from test_weefs_recovery import FILES, serve_files
-from weefs_keeper import Keeper, Source, keeper, run_source, wait_until
+from weefs_keeper import PLAIN_PYTHON, Keeper, Source, keeper, run_source, wait_until
 from weefs_keeper import umount as umount2
 
 from envlet import processes
@@ -151,7 +150,7 @@ def test_a_process_that_cannot_die_before_its_successor_serves_is_not_waited_for
     """As a thread of weefs that tells the kernel something while the kernel waits for an answer of weefs."""
     _connection, root = serve_files(kept, source, FILES)
     kept.kill()
-    dying = subprocess.Popen([sys.executable, "-c", DYING, root / "d0"], stdout=subprocess.PIPE)
+    dying = subprocess.Popen([PLAIN_PYTHON, "-c", DYING, root / "d0"], stdout=subprocess.PIPE)
     assert dying.stdout is not None
     dying.stdout.readline()
     request = os.read(kept.fuse_fds[0], 64 << 10)  # taken: from now on no signal ends the wait for its answer

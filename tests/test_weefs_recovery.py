@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 from strategies import make_content
-from weefs_keeper import THREADS, Connection, Keeper, Source, keeper, run_source, wait_until
+from weefs_keeper import PLAIN_PYTHON, THREADS, Connection, Keeper, Source, keeper, run_source, wait_until
 from weefs_kills import CHUNK, exercise, make_files, tree_layer
 
 from weefs import core, protocol
@@ -314,7 +314,7 @@ def test_a_predecessor_that_cannot_die_before_its_successor_serves_is_not_waited
     _connection, root = serve_files(kept, source, FILES)
     subprocess.run(["stat", root / "d0/1-0"], check=True, stdout=subprocess.DEVNULL)
     kept.kill()
-    dying = subprocess.Popen([sys.executable, "-c", DYING, kept.cache / "lock", root / "d0/1-0"], stdout=subprocess.PIPE)
+    dying = subprocess.Popen([PLAIN_PYTHON, "-c", DYING, kept.cache / "lock", root / "d0/1-0"], stdout=subprocess.PIPE)
     assert dying.stdout is not None
     dying.stdout.readline()
     wait_until(lambda: {"Z", "D"} == {path.read_text().rpartition(")")[2].split()[0] for path in tasks_of(dying.pid)})
