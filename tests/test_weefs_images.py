@@ -9,7 +9,8 @@ import stat
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -359,32 +360,60 @@ def difference(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     return {name: n for name, n in counted.items() if name not in ("forget", "batch_forget")}
 
 
+def cache_drops() -> int:
+    """How often somebody emptied the machine's caches: counted when it is done."""
+    counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    return int(counters["drop_pagecache"]) + int(counters["drop_slab"])
+
+
+def while_caches_are_kept(measure: Callable[[], None]) -> None:
+    """For what makes all that it looks at, and fails if the machine's caches are emptied meanwhile, as a benchmark beside it
+    does, or another run of these tests: then it is done again.
+    """
+    while True:
+        drops = cache_drops()
+        try:
+            measure()
+            return
+        except AssertionError:
+            deadline = time.monotonic() + 5  # for one that goes on
+            while cache_drops() == drops:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+
 @pytest.mark.parametrize("view", [1, 2], ids=["one image", "stack"])
 def test_metadata_costs_no_request_and_contents_are_shared(cores: list[ViewedCore], view: int) -> None:
-    core_ = cores[view]
+    while_caches_are_kept(lambda: check_costs(cores[view], view))
+
+
+def check_costs(core_: ViewedCore, view: int) -> None:
     contents = os.urandom(300_000)
     base = [directory(b"d"), file(b"big", contents), symlink(b"s", b"big")]
     base += [file(b"d/%d" % i, b"%d" % view * (i + 1)) for i in range(200)]
     shared = core_.add_layer(encode_layer(base))
     plans = [core_.add_plan_of([shared, core_.add_layer(encode_layer([file(b"%d-%d" % (view, i))]))])[1] for i in range(2)]
-    with core_.environment(plans[0]) as first, core_.environment(plans[0]) as second, core_.environment(plans[1]) as other:
-        before = requests(core_)
-        for env in (first, second, other):
-            assert len(tree_rows(env.root, contents=False)) == 205
-        assert difference(before, requests(core_)) == {}
-        assert (first.root / "big").read_bytes() == contents
-        assert (first.root / "d/7").read_bytes() == b"%d" % view * 8
-        read = difference(before, requests(core_))
-        assert set(read) <= {"lookup", "getattr", "read", "getxattr"}
-        before = requests(core_)
-        for env in (second, other):
-            assert (env.root / "big").read_bytes() == contents
-            assert (env.root / "d/7").read_bytes() == b"%d" % view * 8
-        assert difference(before, requests(core_)) == {}
-        assert (plans[1] / "big").read_bytes() == contents  # the merged view has the same inode
-        assert "read" not in difference(before, requests(core_))
-    for path in plans:
-        core_.remove_plan(path)
+    try:
+        with core_.environment(plans[0]) as first, core_.environment(plans[0]) as second, core_.environment(plans[1]) as other:
+            before = requests(core_)
+            for env in (first, second, other):
+                assert len(tree_rows(env.root, contents=False)) == 205
+            assert difference(before, requests(core_)) == {}
+            assert (first.root / "big").read_bytes() == contents
+            assert (first.root / "d/7").read_bytes() == b"%d" % view * 8
+            read = difference(before, requests(core_))
+            assert set(read) <= {"lookup", "getattr", "read", "getxattr", "open", "flush"}  # the last two once for a mount
+            before = requests(core_)
+            for env in (second, other):
+                assert (env.root / "big").read_bytes() == contents
+                assert (env.root / "d/7").read_bytes() == b"%d" % view * 8
+            assert difference(before, requests(core_)) == {}
+            assert (plans[1] / "big").read_bytes() == contents  # the merged view has the same inode
+            assert "read" not in difference(before, requests(core_))
+    finally:
+        for path in plans:
+            core_.remove_plan(path)
 
 
 def test_a_layer_whose_contents_were_read_can_be_closed_with_its_plan(cores: list[ViewedCore]) -> None:
