@@ -502,10 +502,12 @@ async def _cancel_on_signal(
     with trio.open_signal_receiver(*ending.SIGNALS) as signals:
         ending.take_over()
         task_status.started()
-        async for number in signals:
-            log.info("%s: ending", signal.Signals(number).name)
-            scope.cancel()
-            return
+        number = await anext(aiter(signals))
+    if scope.cancel_called:  # the daemon leaves already, and this task woke up before it heard of it: the signal is for the next daemon
+        signal.raise_signal(number)
+        return
+    log.info("%s: ending", signal.Signals(number).name)
+    scope.cancel()
 
 
 def _make_directories(config: NodeConfig) -> None:
