@@ -9,8 +9,7 @@ import stat
 import struct
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -360,32 +359,9 @@ def difference(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     return {name: n for name, n in counted.items() if name not in ("forget", "batch_forget")}
 
 
-def cache_drops() -> int:
-    """How often somebody emptied the machine's caches: counted when it is done."""
-    counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
-    return int(counters["drop_pagecache"]) + int(counters["drop_slab"])
-
-
-def while_caches_are_kept(measure: Callable[[], None]) -> None:
-    """For what makes all that it looks at, and fails if the machine's caches are emptied meanwhile, as a benchmark beside it
-    does, or another run of these tests: then it is done again.
-    """
-    while True:
-        drops = cache_drops()
-        try:
-            measure()
-            return
-        except AssertionError:
-            deadline = time.monotonic() + 5  # for one that goes on
-            while cache_drops() == drops:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
-
-
 @pytest.mark.parametrize("view", [1, 2], ids=["one image", "stack"])
 def test_metadata_costs_no_request_and_contents_are_shared(cores: list[ViewedCore], view: int) -> None:
-    while_caches_are_kept(lambda: check_costs(cores[view], view))
+    views.while_caches_are_kept(lambda: check_costs(cores[view], view))
 
 
 def check_costs(core_: ViewedCore, view: int) -> None:
