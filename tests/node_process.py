@@ -150,8 +150,9 @@ def start_node(directory: Path, cgroup: str, *, group: bool = False, settings: s
     """`settings`: further lines of its configuration."""
     directory.mkdir(exist_ok=True)
     config = directory / "node.toml"
-    own = f'state_dir = "{directory}/state"\nrun_dir = "{directory}/run"\ncgroup_parent = "{cgroup}"\nchunk_deadline_s = 2.0\n'
-    config.write_text(own + settings)
+    own = f'state_dir = "{directory}/state"\nrun_dir = "{directory}/run"\ncgroup_parent = "{cgroup}"\n'
+    deadline = "" if "chunk_deadline_s" in settings else "chunk_deadline_s = 2.0\n"
+    config.write_text(own + deadline + settings)
     with (directory / "log").open("ab") as log:
         process = subprocess.Popen(
             [WEENV, "node", "serve", "--config", config], stdout=log, stderr=subprocess.STDOUT, process_group=0 if group else None

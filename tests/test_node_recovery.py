@@ -111,7 +111,7 @@ def test_the_data_plane_killed(groups: Groups, tmp_path: Path) -> None:
 
 def test_readers_that_wait_when_the_data_plane_is_killed(registry: str, groups: Groups, tmp_path: Path) -> None:
     """They wait for a chunk that the registry holds back; the successor fetches it."""
-    with run_proxy(registry) as proxy, run_node(tmp_path / "node") as node:
+    with run_proxy(registry) as proxy, run_node(tmp_path / "node", settings="chunk_deadline_s = 60.0\n") as node:
         environment = create(node, groups.base.replace(registry, proxy.host))
         released = threading.Event()
         proxy.fault = hold_ranges(released)
