@@ -119,11 +119,13 @@ def test_readers_that_wait_when_the_data_plane_is_killed(registry: str, groups: 
             [WEENV, "env", "exec", "--socket", node.socket, environment, "--", "sh", "-c", "cat /usr/share/large | wc -c"],
             stdout=subprocess.PIPE,
         ) as reading:
-            wait_until(lambda: info(node)["statistics"]["data_plane"]["fuse"]["pending"] > 0, "a read that waits")
-            os.kill(plane_of(node), signal.SIGKILL)
-            wait_until(lambda: info(node)["statistics"]["data_plane"]["process"]["successors"] == 1, "a successor")
-            wait_until(lambda: info(node)["statistics"]["data_plane"]["fuse"]["pending"] > 0, "the read is asked again")
-            released.set()
+            try:
+                wait_until(lambda: info(node)["statistics"]["data_plane"]["fuse"]["pending"] > 0, "a read that waits")
+                os.kill(plane_of(node), signal.SIGKILL)
+                wait_until(lambda: info(node)["statistics"]["data_plane"]["process"]["successors"] == 1, "a successor")
+                wait_until(lambda: info(node)["statistics"]["data_plane"]["fuse"]["pending"] > 0, "the read is asked again")
+            finally:  # whatever happened, nobody waits for ever
+                released.set()
             out, _ = reading.communicate(timeout=60)
         assert (reading.returncode, int(out)) == (0, 3 << 20)
 
