@@ -61,10 +61,10 @@ class MountedPlan:
     entries: int
     images: tuple[Path, ...] = ()
     """EROFS images whose stack, base first, shows the plan too (the kernel view). Empty: there are none, and `path` shows it."""
-    objects: Path | None = None
-    """Where the contents are that the images lead to; None: in `objects` beside `path`. One place for all plans: they share pages."""
     images_refused: str = ""
     """Why there are none although they were asked for."""
+    objects: Path | None = None
+    """Where the contents are that the images lead to; None: in `objects` beside `path`. One place for all plans: they share pages."""
 
 
 @attrs.frozen

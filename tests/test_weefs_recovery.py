@@ -333,7 +333,7 @@ def test_a_process_without_descriptors_refuses_layers_and_serves_on(kept: Keeper
     assert kept.process is not None
     soft, hard = resource.prlimit(kept.process.pid, resource.RLIMIT_NOFILE)
     fds = len(os.listdir(f"/proc/{kept.process.pid}/fd"))
-    resource.prlimit(kept.process.pid, resource.RLIMIT_NOFILE, (fds + 3, hard))
+    resource.prlimit(kept.process.pid, resource.RLIMIT_NOFILE, (fds + 1, hard))
     layer = source.add(tree_layer({"d/f": BIG}))
     with pytest.raises(RuntimeError, match="Too many open files"):
         connection.add_plan([layer])
