@@ -271,14 +271,23 @@ static int join_flights(struct miss_queue *queue, struct pending *pending, const
 	return 0;
 }
 
-int miss_wait(struct miss_queue *queue, const struct read_request *request, const uint32_t *chunks, uint32_t n)
+/* With room for `n` waiters; NULL without memory. */
+static struct pending *pending_new(const struct read_request *request, uint32_t n)
 {
 	struct pending *pending = calloc(1, sizeof(*pending) + n * sizeof(struct waiter));
+
+	if (pending)
+		pending->request = *request;
+	return pending;
+}
+
+int miss_wait(struct miss_queue *queue, const struct read_request *request, const uint32_t *chunks, uint32_t n)
+{
+	struct pending *pending = pending_new(request, n);
 	int r;
 
 	if (!pending)
 		return -ENOMEM;
-	pending->request = *request;
 	pthread_mutex_lock(&queue->lock);
 	r = wait_for_room(queue, request);
 	if (r == 0)
@@ -396,12 +405,11 @@ void miss_failed(struct miss_queue *queue, struct layer *layer, uint32_t chunk, 
 
 int miss_fault(struct miss_queue *queue, const struct read_request *request, uint32_t chunk, int error)
 {
-	struct pending *pending = calloc(1, sizeof(*pending));
+	struct pending *pending = pending_new(request, 0);
 	int r;
 
 	if (!pending)
 		return -ENOMEM;
-	pending->request = *request;
 	pthread_mutex_lock(&queue->lock);
 	r = wait_for_room(queue, request);
 	if (r == 0) {

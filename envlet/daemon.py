@@ -14,7 +14,6 @@ would take for its own leftovers.
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import resource
@@ -23,7 +22,7 @@ import signal
 import socket
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -32,9 +31,22 @@ from typing import Any, Self
 import attrs
 import trio
 
-from envlet import cgroups, ending, errors, kernel_view, metrics, metrics_server, mounts, overlay, processes, record, syscalls
+from envlet import (
+    cgroups,
+    ending,
+    errors,
+    kernel_view,
+    leftovers,
+    locks,
+    metrics,
+    metrics_server,
+    mounts,
+    overlay,
+    processes,
+    syscalls,
+)
 from envlet.bundle import OPEN_FILES_MAX
-from envlet.cgroups import Cgroup, CgroupError, Layout
+from envlet.cgroups import CgroupError
 from envlet.config import NodeConfig
 from envlet.environment import Environment, Node
 from envlet.errors import EnvletError
@@ -79,8 +91,6 @@ class HandOver:
 
 OnTerminal = Callable[[int], Awaitable[None]]
 _REMOVE_AT_ONCE = 8
-_ENDING = ("deleting", "deleted", "expired")
-"""States of a record whose environment was being removed when its daemon was killed."""
 _FULL_BYTES = 65536
 _FULL_INODES = 16
 """With less than this left, an environment cannot be made."""
@@ -408,10 +418,10 @@ async def _serve(
         start = stack.enter_context(_Start(data_plane))
         for directory, what in ((config.state_dir, "state directory"), (config.run_dir, "run directory")):
             directory.mkdir(parents=True, exist_ok=True, mode=0o755)
-            stack.callback(os.close, _lock(directory / "lock", os.O_RDWR | os.O_CREAT, f"{what} {directory}"))
+            stack.callback(os.close, locks.take(directory / "lock", os.O_RDWR | os.O_CREAT, f"{what} {directory}"))
         layout = cgroups.detect_here()
         parent = cgroups.make_parent(layout, config.cgroup_parent)
-        stack.callback(os.close, _lock(parent, os.O_RDONLY | os.O_DIRECTORY, f"control group {config.cgroup_parent}"))
+        stack.callback(os.close, locks.take(parent, os.O_RDONLY | os.O_DIRECTORY, f"control group {config.cgroup_parent}"))
         stack.callback(cgroups.remove_if_empty, layout, config.cgroup_parent)
         listeners = await metrics_server.listen(*config.metrics_listen) if config.metrics_listen is not None else []
         for listener_of_metrics in listeners:
@@ -420,9 +430,9 @@ async def _serve(
         null_fd = open_null()
         stack.callback(os.close, null_fd)
         runtime = await trio.to_thread.run_sync(Runtime.find, config.runtime, config.runtime_dir)
-        left = await trio.to_thread.run_sync(find_records, config.uppers_dir, bool(data_plane.plans))
-        adopted = {known.id: known for known in left if known.mounted.plan_id in data_plane.plans and known.state not in _ENDING}
-        await clean_up(config, runtime, layout, null_fd, keep=adopted)
+        left = await trio.to_thread.run_sync(leftovers.find_records, config.uppers_dir, bool(data_plane.plans))
+        adopted = {known.id: known for known in left if known.mounted.plan_id in data_plane.plans and known.state not in leftovers.ENDING}
+        await leftovers.clean_up(config, runtime, layout, null_fd, keep=adopted)
         view = await trio.to_thread.run_sync(_require_upper, config)  # after the clean-up, which may make the room for it
         views = kernel_view.KernelView(config.images_dir, view, required=config.view == "kernel")
         node = Node(
@@ -440,7 +450,7 @@ async def _serve(
             daemon = Daemon(node, plans, data_plane, nursery)
             for known in left:
                 if known.id not in adopted:
-                    daemon.remember(past_info(known))
+                    daemon.remember(leftovers.past_info(known))
             server = Server(config, daemon, listener)
             late = ending.LateSignals()
             leaves = False
@@ -519,17 +529,6 @@ def _make_directories(config: NodeConfig) -> None:
         directory.chmod(0o700)
 
 
-def _lock(path: Path, flags: int, what: str) -> int:
-    """A lock, held by an open file. Raises EnvletError if another daemon has it."""
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise EnvletError(errors.EXISTS, f"another daemon uses the {what}; stop it or choose another") from None
-    return fd
-
-
 def _require_upper(config: NodeConfig) -> kernel_view.View:
     """Refuses a filesystem on which no environment could start; else how roots are shown on it. Blocks. Raises EnvletError(MOUNT_FAILED or
     CAPACITY).
@@ -577,81 +576,3 @@ def _is_full(path: Path) -> bool:
     except OSError:
         return False
     return status.f_bavail * status.f_frsize < _FULL_BYTES or (status.f_files > 0 and status.f_ffree < _FULL_INODES)
-
-
-def find_records(uppers_dir: Path, are_served: bool = False) -> list[EnvironmentRecord]:
-    """The environments that have a record, in the order of their creation. Blocks. Raises OSError, and EnvletError(EXISTS) for one of
-    another version if their files `are_served`, for then a daemon of that version can take it over; else it is lost anyway.
-    """
-    found = []
-    for directory in uppers_dir.iterdir():
-        try:
-            known = record.read(directory)
-        except record.OtherVersion as error:
-            if are_served:
-                raise EnvletError(
-                    errors.EXISTS, f"an environment of another version runs ({error}); delete it with a daemon of that version first"
-                ) from error
-            continue
-        if known is not None:
-            found.append(known)
-    return sorted(found, key=lambda known: known.created_unix_s)
-
-
-def past_info(known: EnvironmentRecord) -> EnvironmentInfo:
-    """What is said of an environment that could not be taken over: it is `lost`, unless it had ended before."""
-    was_alive = known.state == "ready"
-    return EnvironmentInfo(
-        id=known.id,
-        state="lost" if was_alive else "deleted" if known.state in _ENDING else known.state,
-        cause="the daemon and the data plane ended; the environment was removed at the next start" if was_alive else known.cause,
-        role=known.request.role,
-        groups=[group.reference for group in known.groups],
-        plan_id=known.mounted.plan_id,
-        content_bytes=known.mounted.content_bytes,
-        limits=known.limits,
-        labels=known.request.labels,
-        created_unix_s=known.created_unix_s,
-        expires_unix_s=known.expires_unix_s,
-        timings=known.timings,
-        init=known.init,
-    )
-
-
-async def clean_up(config: NodeConfig, runtime: Runtime, layout: Layout, null_fd: int, keep: Collection[str] = ()) -> list[str]:
-    """Removes what an earlier daemon left of its environments, but not `keep`; their ids. What cannot be removed does not keep the
-    rest. Raises EnvletError(CLEANUP_FAILED), which names what is left.
-    """
-    left = sorted({*os.listdir(config.uppers_dir), *os.listdir(config.bundles_dir), *os.listdir(config.runtime_dir)} - set(keep))
-    failures: list[str] = []
-    try:
-        await runtime.end_all()
-        mounts.unmount_below(str(config.bundles_dir), keep)
-        for socket_file in config.console_dir.iterdir():
-            socket_file.unlink()
-    except OSError as error:
-        failures.append(str(error))
-    for environment_id in left:
-        try:
-            await _clean_up_one(config, runtime, layout, null_fd, environment_id)
-            log.warning("removed %s, which an earlier daemon left", environment_id)
-        except Exception as error:  # of any kind: the others are still removed, and the node says what stays
-            log.error("%s is not removed", environment_id, exc_info=not isinstance(error, (CgroupError, OSError, EnvletError)))
-            failures.append(f"{environment_id}: {error}")
-    if failures:
-        more = f"; and {len(failures) - 3} more" if len(failures) > 3 else ""
-        raise EnvletError(
-            errors.CLEANUP_FAILED,
-            f"what an earlier daemon left could not be removed: {'; '.join(failures[:3])}{more}; remove it by hand and start again",
-        )
-    return left
-
-
-async def _clean_up_one(config: NodeConfig, runtime: Runtime, layout: Layout, null_fd: int, environment_id: str) -> None:
-    group = Cgroup(layout, f"{config.cgroup_parent.rstrip('/')}/{environment_id}")
-    if group.exists():
-        await group.kill()
-    await runtime.delete(environment_id, config.run_dir / "cleanup.log", null_fd)
-    await group.remove()
-    directories = (config.runtime_dir, config.bundles_dir, config.uppers_dir)
-    await trio.to_thread.run_sync(remove_directories, *(directory / environment_id for directory in directories))

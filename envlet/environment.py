@@ -370,7 +370,7 @@ class Environment:
                 cause=self.cause,
                 request=msgspec.structs.replace(self._request, init=[]),
                 groups=self._plan.groups,
-                mounted=record.MountedRecord.of(self._mounted),
+                mounted=self._mounted,
                 limits=self._limits,
                 user=self._user,
                 timings=self._timings,
@@ -388,7 +388,7 @@ class Environment:
         """The environment that a record is of. Nothing is looked at or done: `adopt` does."""
         environment = cls(node, known.id, known.request, Plan(known.groups))
         environment.state, environment.cause = known.state, known.cause
-        environment._mounted = known.mounted.plan()
+        environment._mounted = known.mounted
         environment._limits, environment._user, environment._timings = known.limits, known.user, known.timings
         environment._reports = Reports(results=list(known.init), ready=True)
         environment._marks = known.marks

@@ -13,7 +13,6 @@ Whoever keeps them must never open anything on the mount: closing a file there c
 """
 
 import contextlib
-import fcntl
 import os
 import socket
 import stat
@@ -23,7 +22,7 @@ from pathlib import Path
 import attrs
 import msgspec
 
-from envlet import errors
+from envlet import errors, locks
 from envlet.errors import EnvletError
 from envlet.syscalls import MNT_DETACH, umount
 from weefs import core, protocol
@@ -118,13 +117,7 @@ def claim(run_dir: Path) -> int:
     take a data plane away from a daemon that lives. Raises EnvletError(EXISTS), OSError.
     """
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o755)
-    fd = os.open(run_dir / "keeper.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise EnvletError(errors.EXISTS, f"another daemon uses the run directory {run_dir}; stop it or choose another") from None
-    return fd
+    return locks.take(run_dir / "keeper.lock", os.O_RDWR | os.O_CREAT, f"run directory {run_dir}")
 
 
 def find_running(socket_path: Path) -> Running | None:

@@ -24,41 +24,6 @@ FILE_NAME = "record.json"
 VERSION = 1
 
 
-class MountedRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`ports.MountedPlan`. Sizes in bytes."""
-
-    plan_id: str
-    path: str
-    content_bytes: int
-    entries: int
-    images: list[str]
-    objects: str | None
-    images_refused: str
-
-    @classmethod
-    def of(cls, plan: MountedPlan) -> "MountedRecord":
-        return cls(
-            plan_id=plan.plan_id,
-            path=str(plan.path),
-            content_bytes=plan.content_bytes,
-            entries=plan.entries,
-            images=[str(path) for path in plan.images],
-            objects=str(plan.objects) if plan.objects is not None else None,
-            images_refused=plan.images_refused,
-        )
-
-    def plan(self) -> MountedPlan:
-        return MountedPlan(
-            plan_id=self.plan_id,
-            path=Path(self.path),
-            content_bytes=self.content_bytes,
-            entries=self.entries,
-            images=tuple(Path(path) for path in self.images),
-            objects=Path(self.objects) if self.objects is not None else None,
-            images_refused=self.images_refused,
-        )
-
-
 class EnvironmentRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An environment that has been `ready`. Times in seconds, `_unix_s` since the epoch."""
 
@@ -69,7 +34,7 @@ class EnvironmentRecord(msgspec.Struct, frozen=True, kw_only=True):
     request: CreateRequest
     """Without its init commands."""
     groups: tuple[ResolvedGroup, ...]
-    mounted: MountedRecord
+    mounted: MountedPlan
     limits: Limits
     user: User
     timings: Timings
@@ -90,8 +55,13 @@ class _Version(msgspec.Struct):
     version: int
 
 
+def _made_of_text(kind: type, text: str) -> object:
+    """The paths of a plan: the one kind of value that JSON has not."""
+    return kind(text)
+
+
 _version_decoder = msgspec.json.Decoder(_Version)
-_decoder = msgspec.json.Decoder(EnvironmentRecord)
+_decoder = msgspec.json.Decoder(EnvironmentRecord, dec_hook=_made_of_text)
 
 
 def write(directory: Path, record: EnvironmentRecord) -> None:
@@ -99,7 +69,7 @@ def write(directory: Path, record: EnvironmentRecord) -> None:
     fresh = directory / f"{FILE_NAME}.new"
     fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with open(fd, "wb") as file:
-        file.write(msgspec.json.encode(record))
+        file.write(msgspec.json.encode(record, enc_hook=str))
     fresh.replace(directory / FILE_NAME)
 
 

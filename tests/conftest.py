@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from node_process import Groups, make_groups
 from registry_fixture import Proxy, RegistryServer, run_proxy, run_registry
 from weenv_cli import Weenv, isolated_weenv
 
@@ -34,6 +35,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RegistryServer]
     """A registry."""
     with run_registry(tmp_path_factory.mktemp("registry")) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def registry(server: RegistryServer) -> str:
+    """Its HOST:PORT."""
+    return server.host
+
+
+@pytest.fixture(scope="module")
+def groups(registry: str, tmp_path_factory: pytest.TempPathFactory) -> Groups:
+    """Groups in it that environments are made of."""
+    return make_groups(tmp_path_factory.mktemp("groups"), f"{registry}/demo/")
 
 
 @pytest.fixture

@@ -173,6 +173,16 @@ def left_behind(node: Node) -> list[str]:
     return mounts + cgroups + states
 
 
+def end_node(node: Node) -> int:
+    """Tells the daemon to end; its exit status."""
+    node.process.send_signal(signal.SIGTERM)
+    try:
+        return node.process.wait(60)
+    except subprocess.TimeoutExpired:
+        node.process.kill()
+        raise
+
+
 @contextlib.contextmanager
 def run_node(directory: Path, *, status: int = 0, group: bool = False, settings: str = "") -> Iterator[Node]:
     """A daemon that must end with `status` and leave nothing."""
@@ -180,12 +190,7 @@ def run_node(directory: Path, *, status: int = 0, group: bool = False, settings:
     try:
         yield node
     finally:
-        node.process.send_signal(signal.SIGTERM)
-        try:
-            ended = node.process.wait(60)
-        except subprocess.TimeoutExpired:
-            node.process.kill()
-            raise
+        ended = end_node(node)
     assert ended == status, node.log()
     assert left_behind(node) == []
 

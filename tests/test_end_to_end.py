@@ -20,17 +20,6 @@ from registry_fixture import run_registry
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with run_registry(tmp_path_factory.mktemp("registry")) as running:
-        yield running.host
-
-
-@pytest.fixture(scope="module")
-def groups(registry: str, tmp_path_factory: pytest.TempPathFactory) -> Groups:
-    return make_groups(tmp_path_factory.mktemp("groups"), f"{registry}/demo/")
-
-
-@pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     with run_node(tmp_path_factory.mktemp("node")) as node:
         yield node

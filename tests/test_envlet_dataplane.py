@@ -19,7 +19,7 @@ from weefs_keeper import umount as umount2
 from envlet import processes
 from envlet.dataplane import DataPlaneConfig, DataPlaneError, WeefsDataPlane, _Process, open_data_plane
 from envlet.errors import EnvletError
-from envlet.keeper import find_running
+from envlet.keeper import Running, find_running
 from envlet.ports import LayerRef
 
 DEADLINE_S = 60.0
@@ -39,6 +39,15 @@ async def pid_of(plane: WeefsDataPlane) -> int:
     await plane.remove_plan("none")
     pid: int = (await plane.statistics())["process"]["pid"]
     return pid
+
+
+async def left_running(config: DataPlaneConfig) -> Running:
+    """A data plane whose daemon has left, as the next one finds it."""
+    async with open_data_plane(config) as plane:
+        plane.leave()
+    running = find_running(config.socket_path)
+    assert running is not None
+    return running
 
 
 def test_a_process_that_hangs_is_replaced(config: DataPlaneConfig) -> None:
@@ -80,10 +89,7 @@ def test_the_socket_is_made_again_when_its_file_was_removed(config: DataPlaneCon
 def test_a_process_that_dies_while_it_is_taken_over_has_a_successor(config: DataPlaneConfig, renew: bool) -> None:
     async def main() -> None:
         with trio.fail_after(DEADLINE_S):
-            async with open_data_plane(config) as plane:
-                plane.leave()
-            running = find_running(config.socket_path)
-            assert running is not None
+            running = await left_running(config)
             pidfd = os.pidfd_open(running.welcome.pid)
             os.kill(running.welcome.pid, signal.SIGKILL)
             await processes.wait_exit(pidfd)
@@ -105,10 +111,7 @@ def test_a_process_that_no_successor_could_follow_is_not_replaced(config: DataPl
 
     async def main() -> None:
         with trio.fail_after(DEADLINE_S):
-            async with open_data_plane(config) as plane:
-                plane.leave()
-            running = find_running(config.socket_path)
-            assert running is not None
+            running = await left_running(config)
             version = os.pread(running.kept.session, 4, SESSION_VERSION_AT)
             os.pwrite(running.kept.session, (1 << 20).to_bytes(4, "little"), SESSION_VERSION_AT)
             if speaks:

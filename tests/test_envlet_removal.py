@@ -104,7 +104,7 @@ def test_a_killed_daemons_deep_tree_does_not_keep_the_next_from_starting(root: P
 
 
 def test_a_leftover_that_stays_is_an_error_by_name_and_the_others_are_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from envlet import daemon
+    from envlet import daemon, leftovers
 
     def refuse(*directories: Path) -> None:
         if directories[0].name == "stubborn":
@@ -118,7 +118,7 @@ def test_a_leftover_that_stays_is_an_error_by_name_and_the_others_are_removed(ro
             config = node_config(state_dir, run_dir)
             for name in ("another", "stubborn", "third"):
                 (config.uppers_dir / name).mkdir(parents=True)
-            monkeypatch.setattr(daemon, "remove_directories", refuse)
+            monkeypatch.setattr(leftovers, "remove_directories", refuse)
 
             async def start() -> None:
                 await daemon.serve(config, default_resolver(), DirectoryDataPlane(root), handle_signals=False)

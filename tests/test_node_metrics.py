@@ -16,20 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_process import Groups, Node, create, make_groups, refusal, run_node, wait_until
+from node_process import Groups, Node, create, refusal, run_node, wait_until
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from registry_fixture import run_registry
 
 from envlet.metrics import METRICS
 
 COUNTERS_OF_THE_DATA_PLANE = [one for one in METRICS[[m.name for m in METRICS].index("weenv_fuse_requests") :] if one.kind == "counter"]
-
-
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
-    with run_registry(tmp_path_factory.mktemp("registry")) as running:
-        yield make_groups(tmp_path_factory.mktemp("groups"), f"{running.host}/demo/")
 
 
 def info(node: Node) -> dict[str, Any]:

@@ -16,25 +16,14 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from node_process import WEENV, Groups, Node, create, left_behind, make_base, make_groups, run_node, start_node, wait_until, weenv
-from registry_fixture import run_proxy, run_registry
+from node_process import WEENV, Groups, Node, create, end_node, left_behind, make_base, run_node, start_node, wait_until, weenv
+from registry_fixture import run_proxy
 
 from envlet.client import Client
 from envlet.errors import ConnectionLost
 
 BEAT = "(while :; do echo x >> /tmp/beat; sleep 0.02; done) > /dev/null 2>&1 &"
 SAME = ("id", "state", "role", "groups", "plan_id", "content_bytes", "workdir", "limits", "labels", "created_unix_s", "timings", "init")
-
-
-@pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with run_registry(tmp_path_factory.mktemp("registry")) as running:
-        yield running.host
-
-
-@pytest.fixture(scope="module")
-def groups(registry: str, tmp_path_factory: pytest.TempPathFactory) -> Groups:
-    return make_groups(tmp_path_factory.mktemp("groups"), f"{registry}/demo/")
 
 
 def info(node: Node) -> dict[str, Any]:
@@ -71,12 +60,7 @@ def killed_node(directory: Path) -> Iterator[list[Node]]:
         yield nodes
     finally:
         node = nodes[-1]
-        node.process.send_signal(signal.SIGTERM)
-        try:
-            status = node.process.wait(60)
-        except subprocess.TimeoutExpired:
-            node.process.kill()
-            raise
+        status = end_node(node)
     assert status == 0, node.log()
     assert left_behind(node) == []
 

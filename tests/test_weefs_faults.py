@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from merge_corners import file
 from strategies import Member, encode_layer, make_content
-from weefs_harness import MountedCore, faithful, mounted_core
+from weefs_harness import MountedCore, faithful, forget, mounted_core
 
 from layerformat import Entry, Kind
 from weefs import core
@@ -215,13 +215,6 @@ class Resources:
 def resources() -> Resources:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return Resources(int(status["Threads"]), len(os.listdir("/proc/self/fd")), int(status["VmRSS"].split()[0]) << 10)
-
-
-def forget(path: Path) -> None:
-    """The pages of a file leave the page cache."""
-    fd = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
 
 
 def test_a_mount_that_goes_while_reads_wait_for_room_ends() -> None:

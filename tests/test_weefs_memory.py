@@ -13,7 +13,7 @@ import attrs
 import pytest
 from merge_corners import file
 from strategies import encode_layer
-from weefs_harness import mounted_core
+from weefs_harness import forget, mounted_core
 
 from layerformat import DEFAULT_CHUNK_SIZE
 
@@ -36,15 +36,6 @@ def resident_bytes(path: Path) -> int:
         assert libc.mincore(place, size, states) == 0
         libc.munmap(place, size)
     return sum(state & 1 for state in states) * PAGE
-
-
-def forget(path: Path, *, write_back: bool = False) -> None:
-    """The pages of a file leave the page cache."""
-    fd = os.open(path, os.O_RDONLY)
-    if write_back:
-        os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
 
 
 @attrs.frozen

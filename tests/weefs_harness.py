@@ -173,6 +173,15 @@ def mounted_core(*, threads: int = 2, escape: bool = False, max_pending: int = 1
         shutil.rmtree(directory)
 
 
+def forget(path: Path, *, write_back: bool = False) -> None:
+    """The pages of a file leave the page cache."""
+    fd = os.open(path, os.O_RDONLY)
+    if write_back:
+        os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
 # What a tree looks like
 
 
