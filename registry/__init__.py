@@ -15,11 +15,12 @@ from registry.errors import (
 )
 from registry.group import Group, describe_layer, pull_blob, push_group, resolve_group
 from registry.manifest import GroupConfig, LayerDescriptor
-from registry.ranges import RangeReader, open_ranges
+from registry.ranges import Connections, RangeReader, open_ranges
 from registry.reference import LayoutReference, Reference, RegistryReference, parse_reference
 
 __all__ = [
     "AuthenticationFailed",
+    "Connections",
     "Credentials",
     "Group",
     "GroupConfig",

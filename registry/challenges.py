@@ -93,13 +93,26 @@ def _token_request(parameters: dict[str, str], repository: str, basic: str | Non
     return TokenRequest(realm, query, {"Authorization": f"Basic {basic}"} if basic else {})
 
 
+TOKEN_LIFETIME_S = 60.0
+"""Of a token whose answer does not say, by the distribution specification's token authentication."""
+
+
 class _TokenAnswer(msgspec.Struct):
     token: str | None = None
     access_token: str | None = None
+    expires_in: float | None = None
 
 
-def token_authorization(realm: str, data: bytes) -> str:
-    """The Authorization header that a realm's answer makes. RegistryError: it holds no token."""
+@attrs.frozen
+class Token:
+    """`authorization` is the header; it is good for `lifetime_s` from when it was asked for."""
+
+    authorization: str = attrs.field(repr=False)
+    lifetime_s: float
+
+
+def received_token(realm: str, data: bytes) -> Token:
+    """What a realm's answer holds. RegistryError: no token."""
     try:
         received = msgspec.json.decode(data, type=_TokenAnswer)
     except msgspec.MsgspecError as error:
@@ -107,7 +120,8 @@ def token_authorization(realm: str, data: bytes) -> str:
     token = received.token or received.access_token
     if not token or not token.isascii() or not token.isprintable():
         raise RegistryError(f"{realm}: expected a token, the answer holds none")
-    return f"Bearer {token}"
+    lifetime_s = received.expires_in
+    return Token(f"Bearer {token}", lifetime_s if lifetime_s is not None and lifetime_s > 0 else TOKEN_LIFETIME_S)
 
 
 def refusal_of_token(realm: str, host: str, status: int) -> AuthenticationFailed:

@@ -31,19 +31,41 @@ class RangeReader(Protocol):
     async def close(self) -> None: ...
 
 
-async def open_ranges(
-    source: str, *, credentials: Credentials | None = None, connections: int = 16, timeout_s: float = 30.0
-) -> RangeReader:
+class Closing(Protocol):
+    """What must be closed."""
+
+    async def close(self) -> None: ...
+
+
+class Connections:
+    """The connections of all readers that share it, bounded for each host: a registry's repositories are one host, and so is the storage
+    that it redirects to.
+
+    `per_host`: at most. `timeout_s`: to connect, and between two pieces of an answer. Used and closed on one event loop.
+    """
+
+    def __init__(self, *, per_host: int = 16, timeout_s: float = 30.0) -> None:
+        self.per_host = per_host
+        self.timeout_s = timeout_s
+        self.session: Closing | None = None
+        """Made when it is first needed, by whoever speaks HTTP: its library takes a quarter of a second to import."""
+
+    async def close(self) -> None:
+        if self.session is not None:
+            await self.session.close()
+
+
+async def open_ranges(source: str, *, credentials: Credentials | None = None, connections: Connections | None = None) -> RangeReader:
     """`source`: `oci:/abs/dir` or `http(s)://host:port/repo`. Nothing is asked yet. InvalidReference.
 
-    `connections`: at most, to the one host. `timeout_s`: to connect, and between two pieces of an answer.
+    `connections`: to be shared with other readers, and closed after them; None: its own.
     """
     directory, host, repository = parse_source(source)
     if directory is not None:
         return LayoutRanges(Layout(directory))
-    from registry.http_ranges import HttpRanges  # aiohttp takes a quarter of a second to import
+    from registry.http_ranges import HttpRanges  # imports aiohttp
 
-    return HttpRanges(source.partition("://")[0], host, repository, credentials, connections, timeout_s)
+    return HttpRanges(source.partition("://")[0], host, repository, credentials, connections)
 
 
 class LayoutRanges:

@@ -119,7 +119,7 @@ class _Client(oras.provider.Registry):  # type: ignore[misc]  # oras has no type
             if received.status_code != 200:
                 after = received.headers.get("Retry-After")
                 raise error_of_status(chosen.realm, received.status_code, received.reason, data[:300], after)
-        self._authorization = challenges.token_authorization(chosen.realm, data)
+        self._authorization = challenges.received_token(chosen.realm, data).authorization
 
 
 class Remote:

@@ -14,6 +14,7 @@ from registry_fixture import answering, run_server
 
 from registry import (
     AuthenticationFailed,
+    Connections,
     Credentials,
     IntegrityError,
     NotFound,
@@ -22,7 +23,7 @@ from registry import (
     open_ranges,
     resolve_group,
 )
-from registry.challenges import Challenge, TokenRequest, answer, parse_challenges, token_authorization
+from registry.challenges import Challenge, Token, TokenRequest, answer, parse_challenges, received_token
 from registry.http_ranges import MAX_WHOLE_BLOB_BYTES
 
 BLOB = bytes(range(256)) * 400
@@ -43,11 +44,13 @@ def partial(request: web.Request, blob: bytes = BLOB) -> web.Response:
 
 def read(host: str, offset: int, size: int, *, credentials: Credentials | None = None, timeout_s: float = 30) -> bytes:
     async def run() -> bytes:
-        reader = await open_ranges(f"http://{host}/repo", credentials=credentials, timeout_s=timeout_s)
+        connections = Connections(timeout_s=timeout_s)
+        reader = await open_ranges(f"http://{host}/repo", credentials=credentials, connections=connections)
         try:
             return await reader.read(DIGEST, offset, size)
         finally:
             await reader.close()
+            await connections.close()
 
     return asyncio.run(run())
 
@@ -196,6 +199,10 @@ class TokenServer:
     """A registry with a token service. Tokens are `t1`, `t2`, …; `expire` makes the last one worthless."""
 
     anonymous: bool = False
+    lifetime_s: float | None = None
+    refuses_with: int = 401
+    """A token that is not valid; it asks for one with 401 in any case."""
+    forbids: bool = False
     issued: int = 0
     valid: int = 0
     requests: Counter[int] = field(factory=Counter)
@@ -212,8 +219,12 @@ class TokenServer:
                 return web.Response(status=401)
             self.issued += 1
             self.valid = self.issued
-            return web.json_response({"token": f"t{self.issued}"})
-        authorized = request.headers.get("Authorization") == f"Bearer t{self.valid}" and self.valid > 0
+            return web.json_response({"token": f"t{self.issued}"} | ({"expires_in": self.lifetime_s} if self.lifetime_s else {}))
+        received = request.headers.get("Authorization")
+        authorized = received == f"Bearer t{self.valid}" and self.valid > 0 and not self.forbids
+        if received and not authorized and self.refuses_with != 401:
+            self.requests[self.refuses_with] += 1
+            return web.Response(status=self.refuses_with)
         if not authorized:
             await self._meet()
             realm = f"http://{request.host}/token"
@@ -246,6 +257,44 @@ def test_a_token_is_fetched_by_challenge_and_kept() -> None:
         asyncio.run(run(host))
     assert server.queries == [{"service": "registry, inc", "scope": "repository:repo:pull"}]
     assert server.requests == {401: 1, 206: 3}
+
+
+@pytest.mark.parametrize("lifetime_s", [0.25, None])
+def test_a_token_is_renewed_before_it_ends(lifetime_s: float | None) -> None:
+    """One that does not say is good for a minute: kept here. The other is renewed, and no request refused."""
+    server = TokenServer(lifetime_s=lifetime_s)
+
+    async def run(host: str) -> None:
+        reader = await open_ranges(f"http://{host}/repo", credentials=credentials_of(host))
+        for _ in range(3):
+            await reader.read(DIGEST, 0, 1)
+            await asyncio.sleep(0.22)
+        await reader.close()
+
+    with run_server(server.handle) as host:
+        asyncio.run(run(host))
+    assert server.requests == {401: 1, 206: 3}
+    assert server.issued == (1 if lifetime_s is None else 3)
+
+
+def test_a_token_that_the_registry_forbids_is_replaced_and_a_forbidden_blob_is_not_asked_for_for_ever() -> None:
+    """Some say 403 of a token that has ended, and do not say what they want instead."""
+    server = TokenServer(refuses_with=403)
+
+    async def run(host: str) -> None:
+        reader = await open_ranges(f"http://{host}/repo", credentials=credentials_of(host))
+        await reader.read(DIGEST, 0, 1)
+        server.valid = 0
+        assert await reader.read(DIGEST, 5, 3) == BLOB[5:8]
+        server.forbids = True
+        before = server.requests[403]
+        with pytest.raises(AuthenticationFailed, match="status 403"):
+            await reader.read(DIGEST, 0, 1)
+        assert server.requests[403] == before + 2
+        await reader.close()
+
+    with run_server(server.handle) as host:
+        asyncio.run(run(host))
 
 
 def test_an_expired_token_is_renewed_once_by_sixteen_readers() -> None:
@@ -344,7 +393,8 @@ def test_what_answers_a_challenge() -> None:
         ask("")
     with pytest.raises(AuthenticationFailed, match="refuses the user and password"):
         ask("Basic realm=r", refused="Basic cred")
-    assert token_authorization("r", json.dumps({"access_token": "x", "expires_in": 1}).encode()) == "Bearer x"
+    assert received_token("r", json.dumps({"access_token": "x", "expires_in": 1}).encode()) == Token("Bearer x", 1.0)
+    assert received_token("r", b'{"token": "x"}') == Token("Bearer x", 60.0)
 
 
 # redirects
@@ -418,3 +468,107 @@ def test_a_redirect_to_what_is_no_web_address_is_refused(location: str) -> None:
     handler = answering(lambda _: web.Response(status=302, headers={"Location": location}))
     with run_server(handler) as host, pytest.raises(RegistryError, match="expected a redirect to http or https"):
         read(host, 0, 10)
+
+
+# storage that the registry redirects to
+
+
+@define
+class Storage:
+    """A registry that only redirects, and its storage, at an address with a signature that ends when told."""
+
+    signature: int = 1
+    refusal: int = 403
+    redirects: int = 0
+    reads: int = 0
+    host: str = ""
+    away: bool = False
+
+    async def registry(self, request: web.Request) -> web.StreamResponse:
+        self.redirects += 1
+        return web.Response(status=307, headers={"Location": f"http://{self.host}/data?signature={self.signature}"})
+
+    async def storage(self, request: web.Request) -> web.StreamResponse:
+        self.reads += 1
+        if self.away:
+            assert request.transport is not None
+            request.transport.abort()
+        if request.query["signature"] != str(self.signature):
+            return web.Response(status=self.refusal)
+        return partial(request)
+
+
+@pytest.mark.parametrize("refusal", [400, 401, 403, 404, 410])
+def test_where_a_blob_is_is_remembered_until_that_place_refuses(refusal: int) -> None:
+    storage = Storage(refusal=refusal)
+
+    async def run(host: str) -> None:
+        reader = await open_ranges(f"http://{host}/repo", credentials=credentials_of(host))
+        for offset in range(5):
+            assert await reader.read(DIGEST, offset, 10) == BLOB[offset : offset + 10]
+        assert (storage.redirects, storage.reads) == (1, 5)
+        storage.signature = 2  # the old one has ended
+        assert await reader.read(DIGEST, 7, 10) == BLOB[7:17]
+        assert (storage.redirects, storage.reads) == (2, 7)
+        await reader.close()
+
+    with run_server(storage.storage) as storage.host, run_server(storage.registry) as host:
+        asyncio.run(run(host))
+
+
+def test_a_place_that_is_gone_is_asked_for_anew() -> None:
+    storage = Storage()
+
+    async def run(host: str) -> None:
+        reader = await open_ranges(f"http://{host}/repo")
+        with run_server(storage.storage) as storage.host:
+            await reader.read(DIGEST, 0, 10)
+        with run_server(storage.storage) as storage.host:
+            assert await reader.read(DIGEST, 7, 10) == BLOB[7:17]
+            assert storage.redirects == 2
+        await reader.close()
+
+    with run_server(storage.registry) as host:
+        asyncio.run(run(host))
+
+
+def test_a_place_that_is_busy_is_not_taken_for_gone() -> None:
+    """Its Retry-After reaches whoever retries."""
+    storage = Storage(refusal=429)
+
+    async def run(host: str) -> None:
+        reader = await open_ranges(f"http://{host}/repo")
+        await reader.read(DIGEST, 0, 10)
+        storage.signature = 2
+        with pytest.raises(Unreachable, match="429"):
+            await reader.read(DIGEST, 0, 10)
+        assert storage.redirects == 1
+        await reader.close()
+
+    with run_server(storage.storage) as storage.host, run_server(storage.registry) as host:
+        asyncio.run(run(host))
+
+
+def test_repositories_of_one_host_share_one_bound_of_connections() -> None:
+    open_now, most = 0, 0
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        nonlocal open_now, most
+        open_now += 1
+        most = max(most, open_now)
+        await asyncio.sleep(0.02)  # so that those who may come at once do
+        open_now -= 1
+        return partial(request)
+
+    async def run(host: str) -> None:
+        connections = Connections(per_host=4)
+        readers = [await open_ranges(f"http://{host}/repo{number}", connections=connections) for number in range(3)]
+        found = await asyncio.gather(*(reader.read(DIGEST, i, 10) for i in range(10) for reader in readers))
+        assert found == [BLOB[i : i + 10] for i in range(10) for _ in readers]
+        for reader in readers:
+            await reader.close()
+        await connections.close()
+
+    with run_server(slow) as host:
+        asyncio.run(run(host))
+    assert most == 4
