@@ -21,7 +21,7 @@ from bench.measure import run
 from layerformat import Data, Entry, Kind, decode_footer, encode, restore_toc
 from tools.output import duration, print_table, size
 from weefs import core
-from weefs.cachedir import boot_id
+from weefs.cachedir import opened
 
 FILES_PER_DIRECTORY = 50
 MTIME_NS = 1_700_000_000_000_000_000
@@ -59,15 +59,10 @@ def timed(runs: int, write: Callable[[int], core.ImageInfo], path: Path) -> tupl
 
 def whole_plan(toc: bytes, name: str, scratch: Path, runs: int) -> tuple[float, core.ImageInfo]:
     filesystem = core.Core()
-    fds = []
-    for kind in ("toc", "data", "map"):
-        path = scratch / kind
-        path.write_bytes(toc if kind == "toc" else b"")
-        fds.append(os.open(path, os.O_RDWR))
-    slot, _info = filesystem.add_plan("plan", [filesystem.add_layer(fds[0], len(toc), fds[1], fds[2], boot_id(), name=name)])
+    (scratch / "toc").write_bytes(toc)
+    with opened(scratch) as files:
+        slot, _info = filesystem.add_plan("plan", [filesystem.add_layer(files, name=name)])
     result = timed(runs, lambda fd: filesystem.write_plan_image(slot, name, fd), scratch / "plan.erofs")
-    for fd in fds:
-        os.close(fd)
     filesystem.close()
     return result
 

@@ -26,7 +26,7 @@ from envlet.syscalls import MNT_DETACH, umount
 from layerformat import Entry, Kind, decode_footer, encode, restore_toc
 from tools.output import print_table, size
 from weefs import core
-from weefs.cachedir import boot_id
+from weefs.cachedir import opened
 from weefs.fetch import Fetcher, FetchPolicy, LayerSource, LayerTraffic
 
 FOOTER_SIZE = 80
@@ -88,13 +88,8 @@ def add_layer(filesystem: core.Core, blob: bytes, directory: Path) -> core.Layer
     footer = decode_footer(blob[-FOOTER_SIZE:], blob_size=len(blob))
     toc = restore_toc(blob[footer.toc_offset : footer.toc_offset + footer.toc_stored_size], footer.toc_raw_size)
     (directory / "toc").write_bytes(toc)
-    fds = [os.open(directory / "toc", os.O_RDONLY)]
-    fds += [os.open(directory / name, os.O_RDWR | os.O_CREAT) for name in ("data", "map")]
-    try:
-        return filesystem.add_layer(fds[0], len(toc), fds[1], fds[2], boot_id())
-    finally:
-        for fd in fds:
-            os.close(fd)
+    with opened(directory) as files:
+        return filesystem.add_layer(files)
 
 
 async def measure(path: Path, chunk: int, readers: int, reads: int, first: int) -> Result:

@@ -28,7 +28,7 @@ from envlet.ports import MountedPlan
 from layerformat import Entry, Kind, decode_footer, encode, restore_toc
 from tools.output import duration, print_table
 from weefs import core
-from weefs.cachedir import boot_id
+from weefs.cachedir import opened
 
 VIEWS = {
     "merged": View("merged", "bench"),
@@ -74,16 +74,11 @@ class Stage:
         self.path = mountpoint / "plan"
 
     def _add_layer(self, number: int, toc: bytes) -> core.LayerSlot:
-        fds = []
-        for kind in ("toc", "data", "map"):
-            path = self._top / f"{number}.{kind}"
-            path.write_bytes(toc if kind == "toc" else b"")
-            fds.append(os.open(path, os.O_RDWR))
-        try:
-            return self.core.add_layer(fds[0], len(toc), fds[1], fds[2], boot_id(), name=name_of(toc))
-        finally:
-            for fd in fds:
-                os.close(fd)
+        directory = self._top / f"{number}"
+        directory.mkdir()
+        (directory / "toc").write_bytes(toc)
+        with opened(directory) as files:
+            return self.core.add_layer(files, name=name_of(toc))
 
     def _image(self, name: str, write: Callable[[int], core.ImageInfo]) -> Path:
         path = self._top / f"{name}.erofs"

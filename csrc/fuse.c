@@ -411,7 +411,7 @@ static int serve_read(struct weefs *w, const struct read_request *request, const
 	int r;
 
 	for (;;) {
-		uint32_t times = cache_times_voided(&request->layer->cache);
+		uint32_t times = cache_times_lost(&request->layer->cache);
 		uint32_t missing = read_missing(request->layer, inode, request->offset, request->size, pending, chunks, MAX_CHUNKS_PER_READ);
 
 		r = missing ? miss_wait(&w->misses, request, chunks, missing) : 1;
@@ -421,7 +421,7 @@ static int serve_read(struct weefs *w, const struct read_request *request, const
 			continue; /* they arrived meanwhile */
 		r = read_present(request->layer, inode, request->offset, request->size, pending, buffer, &damaged);
 		/* The bytes count only if the chunks were present all the while. */
-		if (times != cache_times_voided(&request->layer->cache))
+		if (times != cache_times_lost(&request->layer->cache))
 			continue;
 		if (r == 0)
 			break;

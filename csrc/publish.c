@@ -66,22 +66,29 @@ static void answer_ready(struct weefs *w, struct pending *ready)
 	}
 }
 
-/* Writes the chunk and marks it, or gets hold of it in memory when the cache cannot take it. */
-static int store_chunk(struct weefs *w, struct layer *layer, uint32_t chunk, const uint8_t *stored, size_t size, struct held **ret_held,
-		       struct weefs_error *error)
+/* Writes the chunk and marks it. */
+static int write_chunk(struct layer *layer, uint32_t chunk, const uint8_t *raw, struct weefs_error *error)
 {
-	cleanup_free uint8_t *buffer = NULL;
-	const uint8_t *raw = NULL;
-	int r = cache_verify(&layer->cache, chunk, stored, size, &raw, &buffer, error);
+	uint32_t times;
+	int r = cache_reserve(&layer->cache, chunk, error);
 
-	if (r) {
-		stats_add(&w->session.shared->rejected, r == -EBADMSG);
+	if (r)
 		return r;
-	}
-	for (uint32_t times = cache_times_voided(&layer->cache); r == 0; times = cache_times_voided(&layer->cache)) {
+	do {
+		times = cache_times_lost(&layer->cache);
 		r = cache_write(&layer->cache, chunk, raw, error);
-		if (r || !cache_mark(&layer->cache, chunk, times))
-			continue;
+	} while (r == 0 && !cache_mark(&layer->cache, chunk, times));
+	if (r)
+		cache_unreserve(&layer->cache, chunk);
+	return r;
+}
+
+/* The same, or gets hold of it in memory when the cache cannot take it. */
+static int store_chunk(struct weefs *w, struct layer *layer, uint32_t chunk, const uint8_t *raw, struct held **ret_held, struct weefs_error *error)
+{
+	int r = write_chunk(layer, chunk, raw, error);
+
+	if (r == 0) {
 		stats_add(&w->session.shared->published, 1);
 		return 0;
 	}
@@ -111,25 +118,104 @@ static void settle_chunk(struct weefs *w, const struct layer *layer, uint32_t ch
 	super_unuse_layer(w, earlier);
 }
 
+/* A chunk that was verified: `raw`; NULL: that was present a moment ago. */
+static int publish(struct weefs *w, struct layer *layer, uint32_t chunk, const uint8_t *raw, struct weefs_error *error)
+{
+	struct held *held = NULL;
+	int r = raw ? store_chunk(w, layer, chunk, raw, &held, error) : 0;
+
+	if (r)
+		return r;
+	answer_ready(w, miss_arrived(&w->misses, layer, chunk, held));
+	if (raw && !held)
+		settle_chunk(w, layer, chunk);
+	r = held != NULL;
+	miss_unhold(&w->misses, held);
+	return r;
+}
+
+static int refused(struct weefs *w, int r)
+{
+	stats_add(&w->session.shared->rejected, r == -EBADMSG);
+	return r;
+}
+
+static int publish_stored(struct weefs *w, struct layer *layer, uint32_t chunk, const uint8_t *stored, size_t size, struct weefs_error *error)
+{
+	cleanup_free uint8_t *buffer = NULL;
+	const uint8_t *raw = NULL;
+	int r = refused(w, cache_verify(&layer->cache, chunk, stored, size, &raw, &buffer, error));
+
+	return r ? r : publish(w, layer, chunk, raw, error);
+}
+
 int weefs_publish(struct weefs *w, uint32_t slot, uint32_t chunk, const uint8_t *stored, size_t size, struct weefs_error *error)
 {
 	struct layer *layer = layer_with_chunk(w, slot, chunk);
-	struct held *held = NULL;
-	bool is_new = false;
-	int r = 0;
+	int r;
 
 	if (!layer)
 		return fail(error, -ENOENT, "no layer %u with a chunk %u", slot, chunk);
-	if (!cache_has(&layer->cache, chunk)) {
-		r = store_chunk(w, layer, chunk, stored, size, &held, error);
-		is_new = r == 0 && !held;
+	if (cache_has(&layer->cache, chunk))
+		r = publish(w, layer, chunk, NULL, error);
+	else
+		r = publish_stored(w, layer, chunk, stored, size, error);
+	super_unuse_layer(w, layer);
+	return r;
+}
+
+static int read_whole(int fd, uint8_t *buffer, size_t size, uint64_t offset)
+{
+	while (size) {
+		ssize_t n = pread(fd, buffer, size, (off_t)offset);
+
+		if (n < 0 && errno == EINTR)
+			continue;
+		if (n <= 0)
+			return n < 0 ? -errno : -EBADMSG;
+		buffer += n;
+		size -= (size_t)n;
+		offset += (uint64_t)n;
 	}
-	if (r == 0) {
-		answer_ready(w, miss_arrived(&w->misses, layer, chunk, held));
-		miss_unhold(&w->misses, held);
-	}
-	if (is_new)
-		settle_chunk(w, layer, chunk);
+	return 0;
+}
+
+static int publish_copy(struct weefs *w, struct layer *layer, uint32_t chunk, int fd, uint64_t offset, struct weefs_error *error)
+{
+	cleanup_free uint8_t *raw = malloc(layer->toc.chunks[chunk].raw_size);
+	int r = raw ? read_whole(fd, raw, layer->toc.chunks[chunk].raw_size, offset) : -ENOMEM;
+
+	if (r)
+		return fail(error, r, "chunk %u: cannot read its copy: %s", chunk, strerror(-r));
+	r = cache_verify_raw(&layer->cache, chunk, raw, error);
+	return r ? r : publish(w, layer, chunk, raw, error);
+}
+
+int weefs_publish_copy(struct weefs *w, uint32_t slot, uint32_t chunk, int fd, uint64_t offset, struct weefs_error *error)
+{
+	struct layer *layer = layer_with_chunk(w, slot, chunk);
+	int r;
+
+	if (!layer)
+		return fail(error, -ENOENT, "no layer %u with a chunk %u", slot, chunk);
+	if (cache_has(&layer->cache, chunk))
+		r = publish(w, layer, chunk, NULL, error);
+	else
+		r = publish_copy(w, layer, chunk, fd, offset, error);
+	super_unuse_layer(w, layer);
+	return r;
+}
+
+int weefs_check_chunk(struct weefs *w, uint32_t slot, uint32_t chunk, struct weefs_error *error)
+{
+	struct layer *layer = layer_with_chunk(w, slot, chunk);
+	int r;
+
+	if (!layer)
+		return fail(error, -ENOENT, "no layer %u with a chunk %u", slot, chunk);
+	r = cache_check(&layer->cache, chunk, error);
+	if (r == 1)
+		answer_ready(w, miss_arrived(&w->misses, layer, chunk, NULL));
 	super_unuse_layer(w, layer);
 	return r;
 }

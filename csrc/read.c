@@ -67,7 +67,7 @@ static bool next_piece(struct pieces *pieces, struct piece *ret_piece)
 	return true;
 }
 
-uint32_t read_missing(const struct layer *layer, const struct toc_inode *inode, uint64_t offset, uint32_t size, const struct pending *pending,
+uint32_t read_missing(struct layer *layer, const struct toc_inode *inode, uint64_t offset, uint32_t size, const struct pending *pending,
 		      uint32_t *ret_chunks, uint32_t n)
 {
 	const struct toc *toc = &layer->toc;
@@ -83,7 +83,9 @@ uint32_t read_missing(const struct layer *layer, const struct toc_inode *inode, 
 		if (chunk < next && missing && ret_chunks[missing - 1] == chunk)
 			chunk = next;
 		for (; chunk < toc->n_chunks && toc->chunks[chunk].stream_offset < piece.stream_offset + piece.length && missing < n; chunk++)
-			if (!cache_has(&layer->cache, chunk) && !pending_held(pending, chunk))
+			if (cache_has(&layer->cache, chunk))
+				cache_touch(&layer->cache, chunk);
+			else if (!pending_held(pending, chunk))
 				ret_chunks[missing++] = chunk;
 		next = chunk;
 	}

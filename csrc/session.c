@@ -11,7 +11,7 @@
 #include "util.h"
 
 #define MAGIC "WEEFSMEM"
-#define VERSION 2u
+#define VERSION 3u
 #define MAX_PENDING (1u << 20)
 #define HEADER_SIZE 4096u
 #define SLOTS (UINT64_C(1) << NODE_SLOT_BITS)

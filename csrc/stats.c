@@ -92,6 +92,7 @@ void weefs_get_statistics(struct weefs *w, struct weefs_statistics *ret)
 		.chunks_published = stats_get(&shared->published),
 		.chunks_unwritten = stats_get(&shared->unwritten),
 		.chunks_rejected = stats_get(&shared->rejected),
+		.evicted_bytes = stats_get(&shared->evicted_bytes),
 	};
 	for (uint32_t i = 0; i < atomic_load(&w->n_workers); i++)
 		add_thread(session_thread(&w->session, i), ret);

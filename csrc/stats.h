@@ -43,7 +43,7 @@ struct stats_shared {
 	struct stats_histogram waited;	/* READs that were parked: from their arrival to their answer */
 	_Atomic uint64_t late_read_bytes, late_errors;
 	_Atomic uint64_t reads_waited, reads_failed, reads_interrupted;
-	_Atomic uint64_t published, unwritten, rejected;
+	_Atomic uint64_t published, unwritten, rejected, evicted_bytes;
 	struct stats_source sources[STATS_SOURCES];
 };
 

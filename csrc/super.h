@@ -82,6 +82,7 @@ struct weefs {
 	struct session session;
 	struct settling settling[CACHE_SETTLING];	/* a ring, under `lock` */
 	uint64_t settled;				/* chunks put into it so far */
+	struct cache_budget budget;
 	struct miss_queue misses;
 };
 

@@ -58,6 +58,7 @@ int weefs_new(const struct weefs_options *options, struct weefs **ret_weefs, str
 		return r;
 	}
 	pthread_mutex_init(&w->lock, NULL);
+	atomic_store(&w->budget.limit, UINT64_MAX);
 	*ret_weefs = w;
 	return 0;
 }
@@ -184,7 +185,8 @@ void weefs_release(struct weefs *w, enum weefs_kind kind, uint32_t slot)
 
 /* ---- layers ---- */
 
-static int layer_open(int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id, struct layer *layer, struct weefs_error *error)
+static int layer_open(int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id, struct cache_budget *budget,
+		      struct layer *layer, struct weefs_error *error)
 {
 	struct stat st;
 	void *mapping;
@@ -201,7 +203,7 @@ static int layer_open(int toc_fd, uint64_t toc_size, int data_fd, int map_fd, co
 	layer->toc_map = mapping;
 	layer->toc_size = toc_size;
 	r = toc_validate(mapping, toc_size, &layer->toc, error);
-	return r ? r : cache_open(&layer->cache, &layer->toc, data_fd, map_fd, boot_id, error);
+	return r ? r : cache_open(&layer->cache, &layer->toc, data_fd, map_fd, boot_id, budget, error);
 }
 
 int weefs_add_layer(struct weefs *w, const struct weefs_place *place, int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id,
@@ -215,7 +217,7 @@ int weefs_add_layer(struct weefs *w, const struct weefs_place *place, int toc_fd
 	layer = calloc(1, sizeof(*layer));
 	if (layer)
 		strcpy(layer->name, name);
-	r = layer ? layer_open(toc_fd, toc_size, data_fd, map_fd, boot_id, layer, error) : -ENOMEM;
+	r = layer ? layer_open(toc_fd, toc_size, data_fd, map_fd, boot_id, &w->budget, layer, error) : -ENOMEM;
 
 	if (r == 0) {
 		layer->slot = place->slot;
@@ -302,9 +304,87 @@ int weefs_layer_info(struct weefs *w, uint32_t slot, struct weefs_layer_info *re
 		.present_chunks = atomic_load(&layer->cache.present_chunks),
 		.present_stored = atomic_load(&layer->cache.present_stored),
 		.present_raw = atomic_load(&layer->cache.present_raw),
+		.room = atomic_load(&layer->cache.room),
+		.suspect_chunks = cache_count_suspects(&layer->cache),
 	};
 	super_unuse_layer(w, layer);
 	return 0;
+}
+
+/* ---- room ---- */
+
+void weefs_limit_cache(struct weefs *w, uint64_t limit)
+{
+	atomic_store(&w->budget.limit, limit);
+}
+
+uint64_t weefs_cache_used(struct weefs *w)
+{
+	return atomic_load(&w->budget.used);
+}
+
+int weefs_sweep(struct weefs *w, uint32_t slot, uint64_t goal, uint64_t *ret_freed, struct weefs_error *error)
+{
+	struct layer *layer = super_use_layer(w, slot);
+	int r;
+
+	if (!layer)
+		return fail(error, -ENOENT, "no layer %u", slot);
+	r = cache_sweep(&layer->cache, goal, ret_freed);
+	super_unuse_layer(w, layer);
+	return r < 0 ? fail(error, r, "cannot free room of layer %u: %s", slot, strerror(-r)) : r;
+}
+
+void weefs_count_evicted(struct weefs *w, uint64_t freed)
+{
+	stats_add(&w->session.shared->evicted_bytes, freed);
+}
+
+/* A layer that is not served, opened for one use. */
+static int closed_layer(int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id, struct layer **ret_layer,
+			struct weefs_error *error)
+{
+	struct layer *layer = calloc(1, sizeof(*layer));
+	int r = layer ? layer_open(toc_fd, toc_size, data_fd, map_fd, boot_id, NULL, layer, error) : -ENOMEM;
+
+	if (r) {
+		layer_free(layer);
+		return r;
+	}
+	*ret_layer = layer;
+	return 0;
+}
+
+int weefs_sweep_files(int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id, uint64_t goal, uint64_t *ret_freed,
+		      struct weefs_error *error)
+{
+	struct layer *layer;
+	int r = closed_layer(toc_fd, toc_size, data_fd, map_fd, boot_id, &layer, error);
+
+	if (r)
+		return r;
+	r = cache_sweep(&layer->cache, goal, ret_freed);
+	layer_free(layer);
+	return r < 0 ? fail(error, r, "cannot free room: %s", strerror(-r)) : r;
+}
+
+int weefs_check_files(int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id, uint32_t *ret_good, uint32_t *ret_damaged,
+		      struct weefs_error *error)
+{
+	struct layer *layer;
+	int r = closed_layer(toc_fd, toc_size, data_fd, map_fd, boot_id, &layer, error);
+
+	if (r)
+		return r;
+	*ret_good = *ret_damaged = 0;
+	for (uint32_t chunk = 0; r >= 0 && chunk < layer->toc.n_chunks; chunk++) {
+		r = cache_check(&layer->cache, chunk, error);
+		*ret_good += r == 1;
+		*ret_damaged += r == -EBADMSG;
+		r = r == -EBADMSG ? 0 : r;
+	}
+	layer_free(layer);
+	return r < 0 ? r : 0;
 }
 
 /* ---- plans ---- */

@@ -66,6 +66,8 @@ struct weefs_layer_info {
 	uint64_t present_chunks;
 	uint64_t present_stored;	/* blob bytes of the present chunks */
 	uint64_t present_raw;		/* stream bytes of the present chunks */
+	uint64_t room;			/* bytes on disk of the present and the suspect chunks */
+	uint32_t suspect_chunks;	/* present when the machine went down, and not verified since */
 };
 
 struct weefs_plan_info {
@@ -129,6 +131,7 @@ struct weefs_statistics {
 	uint64_t chunks_published;
 	uint64_t chunks_unwritten;	/* arrived, and the cache could not take them: their readers were answered from memory */
 	uint64_t chunks_rejected;	/* did not decompress or did not have their digest */
+	uint64_t evicted_bytes;		/* weefs_count_evicted() */
 	uint64_t pending;	/* READ requests waiting now */
 	uint64_t in_flight;	/* chunks being fetched now */
 	uint64_t oldest_waiting_ns;	/* age of the READ that waits longest, one that waits to be reported as failed included; 0: none waits */
@@ -237,10 +240,36 @@ void weefs_answer_faults(struct weefs *w, uint64_t through);
  * when it is present or somebody fetches it. */
 int weefs_claim(struct weefs *w, uint32_t layer, uint32_t chunk, struct weefs_miss *ret_miss);
 
-/* The only way into the cache: decompress, compare the digest, write, mark as present, answer the readers that wait for it. When the
- * cache has no room, its readers are answered all the same, and the next one asks again.
+/* The only way into the cache: decompress, compare the digest, write, mark as present, answer the readers that wait for it. 1: the
+ * cache has no room for it; its readers are answered all the same, and the next one asks again. -ENOSPC: they cannot be, since too much waits so.
  * -EBADMSG: the bytes are not the chunk's; nothing was written and its readers still wait. */
 int weefs_publish(struct weefs *w, uint32_t layer, uint32_t chunk, const uint8_t *stored, size_t size, struct weefs_error *ret_error);
+
+/* The same of a chunk that a file holds, uncompressed, at `offset`: that of another layer. -EBADMSG: it does not. */
+int weefs_publish_copy(struct weefs *w, uint32_t layer, uint32_t chunk, int fd, uint64_t offset, struct weefs_error *ret_error);
+
+/* Reads a chunk in the cache and compares its digest. 1: right; one that was suspect is present now, and its readers are answered. 0: it is not
+ * there. -EBADMSG: it was damaged, and is dropped. */
+int weefs_check_chunk(struct weefs *w, uint32_t layer, uint32_t chunk, struct weefs_error *ret_error);
+
+/* Room, in bytes, that the chunks of all layers may have; what arrives beyond is not written (weefs_publish()). No bound at first. A lower one
+ * than is used frees nothing by itself. */
+void weefs_limit_cache(struct weefs *w, uint64_t limit);
+uint64_t weefs_cache_used(struct weefs *w);
+
+/* Turns the clock of a layer: frees at least `goal` bytes and returns 0, or comes to the end of the layer and returns 1; `ret_freed`: bytes.
+ * Chunks that were read since it last came by stay until it comes again. Both of a layer that is served and, with its files and `boot_id` as
+ * for weefs_add_layer(), of one that is not. */
+int weefs_sweep(struct weefs *w, uint32_t layer, uint64_t goal, uint64_t *ret_freed, struct weefs_error *ret_error);
+int weefs_sweep_files(int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id, uint64_t goal, uint64_t *ret_freed,
+		      struct weefs_error *ret_error);
+
+/* Adds what sweeps freed, bytes, to the statistics. */
+void weefs_count_evicted(struct weefs *w, uint64_t freed);
+
+/* weefs_check_chunk() of all chunks of a layer that is not served: how many were right, and how many damaged. */
+int weefs_check_files(int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id, uint32_t *ret_good, uint32_t *ret_damaged,
+		      struct weefs_error *ret_error);
 
 /* Gives a chunk up: its readers become faults, and the next reader asks again. */
 int weefs_fail(struct weefs *w, uint32_t layer, uint32_t chunk, int error);

@@ -148,6 +148,14 @@ class Client:
         """References to digests. Raises EnvletError."""
         return self.call("plan.resolve", types.ResolveRequest(groups=list(groups), role=role), types.PlanInfo)
 
+    def collect(self, target_bytes: int = 0, dry_run: bool = False) -> types.CollectResult:
+        """cache.gc."""
+        return self.call("cache.gc", types.CollectRequest(target_bytes=target_bytes, dry_run=dry_run), types.CollectResult)
+
+    def verify(self, digest: str | None = None) -> types.VerifyResult:
+        """cache.verify."""
+        return self.call("cache.verify", types.VerifyRequest(digest=digest), types.VerifyResult)
+
     def info(self) -> types.NodeInfo:
         """The node."""
         return self.call("node.info", types.InfoRequest(), types.NodeInfo)

@@ -60,6 +60,8 @@ from envlet.removal import remove_directories
 from envlet.runtime import Runtime, open_null
 from envlet.server import Server
 from envlet.types import (
+    CollectRequest,
+    CollectResult,
     CreateRequest,
     DeleteRequest,
     DeleteResult,
@@ -77,6 +79,8 @@ from envlet.types import (
     ResolveRequest,
     RestartRequest,
     RestartResult,
+    VerifyRequest,
+    VerifyResult,
 )
 
 log = logging.getLogger("envlet")
@@ -299,6 +303,14 @@ class Daemon:
     async def resolve(self, request: ResolveRequest) -> PlanInfo:
         """plan.resolve."""
         return (await self._plans.resolve(request.groups, request.role)).info()
+
+    async def collect(self, request: CollectRequest) -> CollectResult:
+        """cache.gc."""
+        return CollectResult(layers=[*await self._data_plane.collect_cache(request.target_bytes, dry_run=request.dry_run)])
+
+    async def verify(self, request: VerifyRequest) -> VerifyResult:
+        """cache.verify."""
+        return VerifyResult(layers=[*await self._data_plane.verify_cache(request.digest)])
 
     async def info(self, request: InfoRequest) -> NodeInfo:
         """node.info."""

@@ -38,6 +38,7 @@ from envlet.mounts import current_mounts
 from envlet.ports import Fault, LayerRef, MountedPlan
 from envlet.registry_errors import KINDS
 from envlet.syscalls import MNT_DETACH, umount
+from envlet.types import CheckedLayer, CollectedLayer
 from weefs import protocol
 from weefs.cachedir import has_ended
 
@@ -82,6 +83,10 @@ class DataPlaneConfig:
     mount_path: Path
     cache_path: Path
     run_dir: Path
+    cache_size_bytes: int | None = None
+    """None: as much as its filesystem has room for."""
+    cache_free_min_bytes: int = 1 << 30
+    """The filesystem keeps so much for others."""
     threads: int = 4
     chunk_deadline_s: float = 30.0
     auth_files: tuple[Path, ...] = ()
@@ -415,7 +420,9 @@ class WeefsDataPlane:
 
     # ---- what the daemon asks ----
 
-    async def _call(self, request: type[protocol.AddPlan | protocol.RemovePlan], **values: Any) -> Any:
+    async def _call(
+        self, request: type[protocol.AddPlan | protocol.RemovePlan | protocol.CollectCache | protocol.VerifyCache], **values: Any
+    ) -> Any:
         """Asks, and asks a successor again. Raises DataPlaneError; DataPlaneLost."""
         while True:
             connection = await self._current()
@@ -445,6 +452,13 @@ class WeefsDataPlane:
 
     async def remove_plan(self, plan_id: str) -> None:
         await self._call(protocol.RemovePlan, plan_id=plan_id)
+
+    async def collect_cache(self, target_bytes: int, *, dry_run: bool) -> Sequence[CollectedLayer]:
+        removed = await self._call(protocol.CollectCache, target_bytes=target_bytes, dry_run=dry_run)
+        return msgspec.convert(removed, list[CollectedLayer])
+
+    async def verify_cache(self, digest: str | None) -> Sequence[CheckedLayer]:
+        return msgspec.convert(await self._call(protocol.VerifyCache, digest=digest), list[CheckedLayer])
 
     async def statistics(self) -> dict[str, Any]:
         """The process's own figures if it gives them in time; `serving` says whether it did."""
@@ -501,6 +515,9 @@ class WeefsDataPlane:
 def _command(config: DataPlaneConfig, kept: Kept) -> list[str]:
     command = [sys.executable, "-m", "weefs", "--listen", str(kept.listener), "--session", str(kept.session)]
     command += ["--journal", str(config.journal_path), "--cache", str(config.cache_path), "--deadline", str(config.chunk_deadline_s)]
+    command += ["--cache-free-min", str(config.cache_free_min_bytes)]
+    if config.cache_size_bytes is not None:
+        command += ["--cache-size", str(config.cache_size_bytes)]
     for fd in kept.fuse:
         command += ["--fuse", str(fd)]
     for path in config.auth_files:

@@ -65,6 +65,10 @@ def _fuse(key: str) -> Callable[[NodeInfo], Samples]:
     return _plane_one(lambda plane: float(plane["fuse"][key]))
 
 
+def _cache(key: str) -> Callable[[NodeInfo], Samples]:
+    return _plane_one(lambda plane: float(plane["cache"][key]))
+
+
 def _operations(key: str) -> Callable[[NodeInfo], Samples]:
     return _plane(lambda plane: [((name,), one[key]) for name, one in plane["operations"].items()])
 
@@ -147,6 +151,15 @@ METRICS = (
     Definition("weenv_slots", "gauge", "Slots in use, of 262,142 of each kind (layer, plan).", ("kind",), _plane(_slots)),
     Definition("weenv_layers_stored_bytes", "gauge", "Compressed size of the open layers.", (), _layers("stored_bytes")),
     Definition("weenv_layers_present_bytes", "gauge", "How much of that is in the cache.", (), _layers("present_bytes")),
+    Definition("weenv_cache_used_bytes", "gauge", "What the cache takes on its disk.", (), _cache("used_bytes")),
+    Definition(
+        "weenv_cache_idle_bytes", "gauge",
+        "Of it, layers that no plan has, and metadata of all: the rest are chunks of the open layers.", (), _cache("idle_bytes"),
+    ),
+    Definition(
+        "weenv_cache_capacity_bytes", "gauge", "What it may take: by cache_size, or by what its filesystem has room for.", (),
+        _cache("capacity_bytes"),
+    ),
     Definition("weenv_fuse_requests", "counter", "Requests of the kernel.", ("operation",), _operations("requests")),
     Definition(
         "weenv_fuse_errors", "counter",
@@ -181,6 +194,7 @@ METRICS = (
         "Chunks that arrived: published, put into the cache; unwritten, the cache could not take them; rejected, without their digest.",
         ("result",), _plane(_chunks),
     ),
+    Definition("weenv_cache_evicted_bytes", "counter", "Chunks that were evicted to make room.", (), _fuse("evicted_bytes")),
     Definition(
         "weenv_fetch_chunks", "counter", "Chunks to be fetched: since a reader waits (miss), or ahead of it (ahead).", ("source", "reason"),
         _sources_by({"misses": "miss", "ahead": "ahead"}),

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import attrs
 import trio
 
+from envlet.types import CheckedLayer, CollectedLayer
+
 
 @attrs.frozen
 class LayerRef:
@@ -105,6 +107,14 @@ class DataPlane(Protocol):
 
     async def remove_plan(self, plan_id: str) -> None:
         """Stops serving a plan that no environment uses."""
+        ...
+
+    async def collect_cache(self, target_bytes: int, *, dry_run: bool) -> Sequence[CollectedLayer]:
+        """cache.gc."""
+        ...
+
+    async def verify_cache(self, digest: str | None) -> Sequence[CheckedLayer]:
+        """cache.verify."""
         ...
 
     async def statistics(self) -> dict[str, Any]:

@@ -222,6 +222,40 @@ class NodeInfo(Result, frozen=True, kw_only=True):
     statistics: Annotated[dict[str, Any], Meta(description="Counters of the daemon; `data_plane` has those of weefs (docs/metrics.md).")]
 
 
+class CollectRequest(Request, frozen=True, kw_only=True):
+    target_bytes: Annotated[int, Meta(ge=0, description="The cache shall take at most this much; 0: as little as can be.")] = 0
+    dry_run: Annotated[bool, Meta(description="Says what would be removed, and removes nothing.")] = False
+
+
+class CollectedLayer(Result, frozen=True, kw_only=True):
+    """A layer that was removed from the cache."""
+
+    digest: str
+    source: str
+    disk_bytes: int
+    used_unix_s: Annotated[float, Meta(description="When it was last put into a plan.")]
+
+
+class CollectResult(Result, frozen=True, kw_only=True):
+    layers: Annotated[list[CollectedLayer], Meta(description="In the order of their removal.")]
+
+
+class VerifyRequest(Request, frozen=True, kw_only=True):
+    digest: Annotated[str | None, Meta(description="Of one layer; null: all.")] = None
+
+
+class CheckedLayer(Result, frozen=True, kw_only=True):
+    """A layer whose chunks in the cache were compared with their digests."""
+
+    digest: str
+    good: Annotated[int, Meta(description="Chunks that had theirs.")]
+    damaged: Annotated[int, Meta(description="Chunks that had not. They are fetched again when they are read.")]
+
+
+class VerifyResult(Result, frozen=True, kw_only=True):
+    layers: list[CheckedLayer]
+
+
 class RestartRequest(Request, frozen=True, kw_only=True):
     drain_s: Annotated[
         float, Meta(ge=0, le=86400, description="How long to wait for requests that run; new ones are refused meanwhile.")
@@ -268,6 +302,14 @@ METHODS: dict[str, Method] = {
             "Kills all processes, unmounts, removes; answers when nothing is left.",
         ),
         Method("plan.resolve", ResolveRequest, PlanInfo, "References to digests, without making anything."),
+        Method(
+            "cache.gc", CollectRequest, CollectResult,
+            "Removes layers from the cache that no plan has and that are not pinned, those first that were unused for longest.",
+        ),
+        Method(
+            "cache.verify", VerifyRequest, VerifyResult,
+            "Reads what is in the cache, compares it with its digests, and drops what is damaged. Takes as long as reading it does.",
+        ),
         Method("node.info", InfoRequest, NodeInfo, "The node and its figures."),
         Method(
             "node.restart", RestartRequest, RestartResult,

@@ -73,7 +73,7 @@ def test_every_key_of_a_node_is_told() -> None:
     for name, default in defaults.items():
         if isinstance(default, bool):
             assert rows[name] == str(default).lower()
-        elif name == "memory":
+        elif name in ("memory", "cache_free_min"):
             assert parse_size(rows[name].strip('"')) == default
         elif default is not None:
             assert rows[name] == str(default)

@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from merge_corners import file
 from strategies import Member, encode_layer, make_content
-from weefs_harness import MountedCore, faithful, forget, mounted_core
+from weefs_harness import MountedCore, faithful, forget, mounted_core, read_direct
 
 from layerformat import Entry, Kind
 from weefs import core
-from weefs.cachedir import boot_id
+from weefs.cachedir import boot_id, opened
 from weefs.core import MAX_PENDING
 
 CHUNK = 8192
@@ -247,15 +247,11 @@ def test_a_claimed_chunk_is_nobody_elses_until_it_is_published(mounted: MountedC
 def read_through(directory: Path, blob: bytes, boot: bytes) -> tuple[int, int]:
     """Serves a cache directory once more; how many chunks it had, and how many a reader had to wait for."""
     with mounted_core() as mounted:
-        before = core.Core()  # only to look into the map with another boot id
-        fds = []
         if (directory / "toc").exists():
-            toc = (directory / "toc").read_bytes()
-            fds = [os.open(directory / name, os.O_RDWR) for name in ("toc", "data", "map")]
-            before.add_layer(fds[0], len(toc), fds[1], fds[2], boot)
-        before.close()
-        for fd in fds:
-            os.close(fd)
+            before = core.Core()  # only to look into the map with another boot id
+            with opened(directory) as files:
+                before.add_layer(attrs.evolve(files, boot_id=boot))
+            before.close()
         layer = mounted.add_layer(blob, directory)
         had = mounted.core.layer_info(layer).present_chunks
         _slot, path = mounted.add_plan_of([layer])
@@ -343,20 +339,6 @@ def test_overlay_attributes_of_a_layer_are_escaped_when_asked(tmp_path: Path) ->
 # The cache itself fails
 
 
-def read_direct(path: Path, size: int) -> bytes:
-    """Past the page cache, in requests of 64 KiB."""
-    import mmap
-
-    buffer, data = mmap.mmap(-1, 65536), b""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    try:
-        while len(data) < size and (n := os.preadv(fd, [buffer], len(data))):
-            data += buffer[:n]
-    finally:
-        os.close(fd)
-    return data
-
-
 def test_a_full_disk_costs_time_and_no_reader(mounted: MountedCore, tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", tmp_path], check=True)
     try:
@@ -415,10 +397,10 @@ def test_a_chunk_map_that_is_cut_off_ends_nothing(mounted: MountedCore, tmp_path
 def test_a_cache_file_that_cannot_be_read_is_a_fault(mounted: MountedCore, tmp_path: Path) -> None:
     blob = layer_of(f=CONTENT)
     mounted.add_layer(blob, tmp_path)
-    fds = [os.open(tmp_path / "toc", os.O_RDONLY), os.open(tmp_path / "data", os.O_WRONLY), os.open(tmp_path / "map", os.O_RDWR)]
-    layer = mounted.core.add_layer(fds[0], os.fstat(fds[0]).st_size, fds[1], fds[2], boot_id())
-    for fd in fds:
-        os.close(fd)
+    unreadable = os.open(tmp_path / "data", os.O_WRONLY)
+    with opened(tmp_path) as files:
+        layer = mounted.core.add_layer(attrs.evolve(files, data_fd=unreadable))
+    os.close(unreadable)
     mounted._blobs[layer] = blob
     _slot, path = mounted.add_plan_of([layer])
     with pytest.raises(OSError) as caught:

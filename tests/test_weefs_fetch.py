@@ -8,19 +8,15 @@ import asyncio
 import contextlib
 import errno
 import itertools
-import os
-import shutil
-import subprocess
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import attrs
 import msgspec
 import pytest
 from aiohttp import web
+from plane_harness import IMPATIENT, QUICK, layers_of, mounted, wait_until
 from registry_fixture import (
     CHUNK,
     Proxy,
@@ -35,21 +31,13 @@ from registry_fixture import (
 from strategies import make_content
 
 from layerformat import Layer as LayerFile
-from registry import Credentials, Group, Unreachable, load_credentials, push_group, resolve_group
-from weefs import core
-from weefs.cachedir import CacheDirectory
-from weefs.dataplane import DataPlane
+from registry import Unreachable, load_credentials, push_group, resolve_group
 from weefs.errors import LayerRefused
 from weefs.fetch import FetchPolicy, LayerSource, in_thread, read_patiently
-from weefs.protocol import FaultEvent, Layer
 from weefs.traffic import LayerTraffic
 
 LARGE = make_content(CHUNK * 8, 1, False)
 FILES = {"large": LARGE, "other": make_content(CHUNK * 3, 2, False), "small": b"small"}
-QUICK = FetchPolicy(deadline_s=30, read_ahead_chunks=0, first_delay_s=0.01, longest_delay_s=0.05)
-IMPATIENT = FetchPolicy(deadline_s=0.3, read_ahead_chunks=0, first_delay_s=0.01, longest_delay_s=0.05)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RegistryServer]:
     with run_registry(tmp_path_factory.mktemp("registry")) as server:
@@ -67,96 +55,6 @@ def proxy(server: RegistryServer, layer_file: Path) -> Iterator[Proxy]:
     push_group(f"{server.host}/repo:t", [layer_file])
     with run_proxy(server.host) as proxy:
         yield proxy
-
-
-def layers_of(group: Group, *, annotated: bool = True) -> list[Layer]:
-    found = []
-    for layer in group.layers:
-        known = attrs.asdict(layer)
-        if not annotated:
-            known |= {name: None for name in known if name.startswith("toc_")}
-        found.append(Layer(source=group.source, **known))
-    return found
-
-
-@attrs.define
-class Mounted:
-    """A plan, mounted by itself. Files are read in other processes and threads, never on the event loop."""
-
-    path: Path
-    plane: DataPlane
-    faults: list[FaultEvent]
-    digest: str
-    readers: ThreadPoolExecutor
-    """Of their own: the data plane needs the loop's threads to answer them."""
-    fetcher: asyncio.Task[None] | None = None
-
-    def start_fetching(self) -> None:
-        self.fetcher = asyncio.create_task(self.plane.run_fetcher())
-
-    async def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
-        """Exactly this range and no read-ahead: with O_DIRECT where a size is given."""
-        return await asyncio.get_running_loop().run_in_executor(self.readers, self._read, name, offset, size)
-
-    def _read(self, name: str, offset: int, size: int | None) -> bytes:
-        fd = os.open(self.path / name, os.O_RDONLY | (0 if size is None else os.O_DIRECT))
-        try:
-            return os.pread(fd, os.fstat(fd).st_size if size is None else size, offset)
-        finally:
-            os.close(fd)
-
-    def traffic(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.plane.statistics()["layers"][self.digest]
-        return found
-
-
-def umount(path: Path, *options: str) -> bool:
-    """Whether it worked."""
-    return subprocess.run(["umount", *options, path], check=False).returncode == 0
-
-
-@contextlib.asynccontextmanager
-async def mounted(
-    directory: Path,
-    layers: list[Layer],
-    *,
-    policy: FetchPolicy = QUICK,
-    credentials: Credentials | None = None,
-    fetching: bool = True,
-) -> AsyncIterator[Mounted]:
-    """The layers as one plan on a mountpoint of their own; everything is gone afterwards."""
-    mountpoint = directory / "mnt"
-    mountpoint.mkdir(parents=True)
-    cache = CacheDirectory.open(directory / "cache")
-    filesystem = core.Core()
-    faults: list[FaultEvent] = []
-    plane = DataPlane(filesystem, cache, policy=policy, credentials=credentials, on_fault=faults.append)
-    try:
-        plan = await plane.add_plan(layers)
-        plane.show_as_root(plan.plan_id)
-        descriptors = core.mount(mountpoint, source="weefs-test", threads=2)
-        filesystem.serve(descriptors)
-        for fd in descriptors:
-            os.close(fd)
-        mount = Mounted(mountpoint, plane, faults, layers[0].digest, ThreadPoolExecutor(16))
-        if fetching:
-            mount.start_fetching()
-        try:
-            yield mount
-        finally:
-            done = await asyncio.to_thread(umount, mountpoint)
-            if not done:
-                await asyncio.to_thread(umount, mountpoint, "-l")
-            if mount.fetcher:
-                mount.fetcher.cancel()
-                await asyncio.wait([mount.fetcher])
-            mount.readers.shutdown()
-            assert done
-    finally:
-        await plane.close()
-        filesystem.close()
-        cache.close()
-        shutil.rmtree(directory)
 
 
 def chunks_of(layer_file: Path, name: str) -> list[tuple[int, int]]:
@@ -181,13 +79,6 @@ def ranges_of(seen: list[Seen]) -> list[tuple[int, int]]:
         begin, _, end = one.range.removeprefix("bytes=").partition("-")
         found.append((int(begin), int(end) + 1 - int(begin)))
     return found
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    """For what has no event to wait for: a counter, or a list that another thread fills."""
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - there is none
-            await asyncio.sleep(0.002)
 
 
 # opening a layer

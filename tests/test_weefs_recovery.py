@@ -608,7 +608,7 @@ def test_a_session_of_something_else_is_refused() -> None:
     os.close(fd)
     fd = core.create_session()
     os.pwrite(fd, b"\x63", 8)
-    with pytest.raises(core.CoreError, match="expected version 2, received 99"):
+    with pytest.raises(core.CoreError, match="expected version 3, received 99"):
         core.Core(session_fd=fd)
     with pytest.raises(OSError):
         os.ftruncate(fd, 0)

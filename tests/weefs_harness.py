@@ -5,6 +5,7 @@ tree looks like.
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import select
 import shutil
@@ -21,7 +22,7 @@ import attrs
 from layerformat import Layer as LayerFile
 from layerformat import decode_footer, restore_toc
 from weefs import core
-from weefs.cachedir import boot_id
+from weefs.cachedir import opened
 from weefs.merge import Directory, File, View, link_count, shown_mode
 
 FOOTER_SIZE = 80
@@ -100,14 +101,9 @@ class MountedCore:
             directory = Path(tempfile.mkdtemp(dir=self.directory))
         toc = toc_of(blob)
         (directory / "toc").write_bytes(toc)
-        fds = [os.open(directory / "toc", os.O_RDONLY)]
-        fds += [os.open(directory / name, os.O_RDWR | os.O_CREAT) for name in ("data", "map")]
         name = hashlib.sha256(toc).hexdigest()[:32]
-        try:
-            slot = self.core.add_layer(fds[0], len(toc), fds[1], fds[2], boot_id(), name=name)
-        finally:
-            for fd in fds:
-                os.close(fd)
+        with opened(directory) as files:
+            slot = self.core.add_layer(files, name=name)
         self._blobs[slot] = blob
         self.tocs[slot] = (name, toc)
         return slot
@@ -180,6 +176,22 @@ def forget(path: Path, *, write_back: bool = False) -> None:
         os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
+
+
+def read_direct(path: Path, size: int, *, offset: int = 0) -> bytes:
+    """Past the page cache, in requests of 64 KiB at most; `offset` is a multiple of 4,096."""
+    buffer, data = mmap.mmap(-1, 65536), b""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        while len(data) < size:
+            wanted = min(len(buffer), -(-(size - len(data)) // 4096) * 4096)
+            n = os.preadv(fd, [memoryview(buffer)[:wanted]], offset + len(data))
+            if n == 0:
+                break
+            data += buffer[:n]
+    finally:
+        os.close(fd)
+    return data[:size]
 
 
 # What a tree looks like

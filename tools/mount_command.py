@@ -123,7 +123,7 @@ def _attach(filesystem: Core, arguments: argparse.Namespace) -> None:
 async def _serve_until_interrupted(plane: Any, filesystem: Core, mountpoint: Path, stop: asyncio.Future[int]) -> None:
     """Until ^C, SIGTERM or SIGHUP, or until somebody else unmounts."""
     async with asyncio.TaskGroup() as tasks:
-        fetcher = tasks.create_task(plane.run_fetcher())
+        fetcher = tasks.create_task(plane.run())
         try:
             while not stop.done() and not filesystem.ended:
                 await asyncio.wait((stop,), timeout=0.5)

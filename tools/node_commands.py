@@ -27,6 +27,7 @@ def register(commands: Any) -> None:
     serve.add_argument("--config", type=Path, metavar="FILE", help="TOML; its keys: docs/node.md")
     serve.add_argument("--successor", type=int, metavar="FD", help=argparse.SUPPRESS)
     serve.add_argument("--view", choices=settings.VIEWS, help="how roots are shown (docs/views.md; default: the file's, or auto)")
+    serve.add_argument("--cache-size", type=output.parse_size, metavar="SIZE", help="the most that the cache takes (default: the file's)")
     serve.set_defaults(run=run_serve)
 
     restart = sub.add_parser(
@@ -70,6 +71,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     if arguments.view is not None:
         chosen = attrs.evolve(chosen, view=arguments.view)
+    if arguments.cache_size is not None:
+        chosen = attrs.evolve(chosen, cache_size=arguments.cache_size)
     config = NodeConfig(
         state_dir=chosen.state_dir.absolute(),
         run_dir=chosen.run_dir.absolute(),
@@ -90,6 +93,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
         mount_path=config.run_dir / "layers",
         cache_path=chosen.cache_path.absolute(),
         run_dir=config.run_dir,
+        cache_size_bytes=chosen.cache_size,
+        cache_free_min_bytes=chosen.cache_free_min,
         threads=chosen.fuse_threads,
         chunk_deadline_s=chosen.chunk_deadline_s,
         auth_files=settings.auth_files(),

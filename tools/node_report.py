@@ -38,6 +38,7 @@ def _plane_lines(plane: dict[str, Any]) -> list[str]:
     busy = f", a thread is busy with one since {output.duration(plane['oldest_handled_s'])}" if plane["oldest_handled_s"] > BUSY_S else ""
     return [
         f"plans         {plane['plans']}, layers {len(layers)}",
+        _cache_line(plane["cache"], fuse["evicted_bytes"]),
         f"fetched       {output.size(fetched)} of {output.size(stored)} ({output.share(fetched, stored)})",
         f"reads         {from_cache} from the cache, {fuse['reads_waited']} waited, {fuse['reads_failed']} failed",
         f"misses        {misses} (chunks); {ahead} more ahead of their readers",
@@ -45,6 +46,12 @@ def _plane_lines(plane: dict[str, Any]) -> list[str]:
         f"data plane    {process['successors']} successors, {plane['descriptors']} descriptors, slots {fuse['layer_slots']} of layers "
         f"and {fuse['plan_slots']} of plans, journal {output.size(plane['journal_bytes'])}",
     ]
+
+
+def _cache_line(cache: dict[str, Any], evicted: int) -> str:
+    used, capacity = cache["used_bytes"], cache["capacity_bytes"]
+    gone = f"; {output.size(evicted)} evicted" if evicted else ""
+    return f"cache         {output.size(used)} of {output.size(capacity)}{gone}"
 
 
 def operations(info: dict[str, Any]) -> list[Sequence[object]]:

@@ -5,6 +5,7 @@ not become no limit."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import tomllib
@@ -90,6 +91,9 @@ class NodeSettings:
     cpu: float = 2.0
     memory: int = 2 << 30
     pids: int = 1024
+    cache_size: int | None = None
+    """None: as much as its filesystem has room for."""
+    cache_free_min: int = 1 << 30
     fuse_threads: int = 4
     chunk_deadline_s: float = 30.0
     view: Literal["auto", "kernel", "merged"] = "auto"
@@ -117,6 +121,8 @@ class NodeSettings:
 
 
 VIEWS = ("auto", "kernel", "merged")
+_SIZES = {"memory": 4 << 20, "cache_size": 64 << 20, "cache_free_min": 0}
+"""And the least that makes sense: in a smaller cache, a few readers' chunks and a plan's metadata leave no room for anything."""
 _PATHS = {"state_dir", "run_dir", "socket", "cache_dir"}
 
 
@@ -126,15 +132,19 @@ def _is_address(text: str) -> bool:
     return match is not None and 0 < int(match[2]) < 65536
 
 
-def _value(name: str, value: Any, path: Path) -> Any:
+def _value(name: str, given: Any, path: Path) -> Any:
     field = next((field for field in attrs.fields(NodeSettings) if field.name == name), None)
     if field is None:
         known = ", ".join(field.name for field in attrs.fields(NodeSettings))
         raise exits.CommandError(f"{path}: unknown key '{name}'; expected one of {known}", exits.USAGE)
+    value: Any = given
     if name in _PATHS and isinstance(value, str):
         return Path(value)
-    if name == "memory" and isinstance(value, str):
-        return output.parse_size(value)
+    if name in _SIZES and isinstance(value, str):
+        try:
+            value = output.parse_size(value)
+        except argparse.ArgumentTypeError as error:
+            raise exits.CommandError(f"{path}: {name}: {error}", exits.USAGE) from error
     expected: tuple[type, ...] = (
         (str,)
         if name in ("runtime", "cgroup_parent", "view", "metrics_listen")
@@ -149,6 +159,8 @@ def _value(name: str, value: Any, path: Path) -> Any:
         raise exits.CommandError(f"{path}: {name}: expected {wanted}, received {value!r}", exits.USAGE)
     if name == "metrics_listen" and not _is_address(str(value)):
         raise exits.CommandError(f"{path}: metrics_listen: expected \"HOST:PORT\", received {value!r}", exits.USAGE)
+    if name in _SIZES and isinstance(value, int) and value < _SIZES[name]:
+        raise exits.CommandError(f"{path}: {name}: expected at least {_SIZES[name]} bytes, received {value}", exits.USAGE)
     if name == "view" and value not in VIEWS:
         raise exits.CommandError(f"{path}: view: expected one of {', '.join(VIEWS)}, received {value!r}", exits.USAGE)
     return value

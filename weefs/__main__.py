@@ -14,6 +14,7 @@ from registry import RegistryError, load_credentials
 from weefs.errors import WeefsError
 from weefs.fetch import FetchPolicy
 from weefs.log import say, say_traceback
+from weefs.room import CacheBound
 from weefs.service import first_cause, serve
 
 
@@ -26,6 +27,9 @@ def _parser() -> argparse.ArgumentParser:
     begun_anew = "what a successor must know; begun anew for a new session"
     parser.add_argument("--journal", type=Path, required=True, metavar="FILE", help=begun_anew)
     parser.add_argument("--cache", type=Path, required=True, metavar="DIR", help="the node cache")
+    parser.add_argument("--cache-size", type=int, metavar="BYTES", help="what it may take; default: what its filesystem has room for")
+    free_min = "what its filesystem keeps for others"
+    parser.add_argument("--cache-free-min", type=int, default=CacheBound().free_min_bytes, metavar="BYTES", help=free_min)
     parser.add_argument("--auth-file", type=Path, action="append", default=[], metavar="FILE", help="credentials of registries")
     parser.add_argument(
         "--deadline", type=float, default=FetchPolicy().deadline_s, metavar="S", help="seconds until a chunk is given up"
@@ -50,6 +54,7 @@ def main() -> None:
                 arguments.fuse,
                 arguments.cache,
                 arguments.journal,
+                bound=CacheBound(arguments.cache_size, arguments.cache_free_min),
                 policy=FetchPolicy(deadline_s=arguments.deadline),
                 credentials=credentials,
                 resend=not arguments.no_resend,

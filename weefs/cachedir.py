@@ -5,7 +5,8 @@
         layer.json                      digest, size, source, digest of the TOC: what `weenv cache ls` shows
         toc                             the raw TOC, mapped by the C core
         data                            the logical stream, sparse
-        map                             header and bitmap of the chunks that are present
+        map                             which chunks are present, touched, suspect (csrc/cache.h)
+        pinned                          there while the layer is never to be removed, nor its chunks
     <cache>/erofs/                      images of metadata: weefs/images.py
 
 A layer's directory is made under another name and renamed when its TOC is verified, so that one that is there is whole.
@@ -19,7 +20,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +28,9 @@ from typing import Self
 import attrs
 import msgspec
 
+from weefs.core import LayerFiles, check_files
 from weefs.errors import CacheError, LayerRefused
 
-MAP_HEADER = struct.Struct("<8sIIQ16s")
 MAP_HEADER_SIZE = 4096
 MAP_MAGIC = b"WEENVMAP"
 
@@ -57,6 +57,7 @@ class CachedLayer:
     disk_bytes: int
     used_s: float
     """When it was last added to a plan: seconds since the epoch."""
+    pinned: bool
 
 
 def boot_id() -> bytes:
@@ -163,19 +164,38 @@ class CacheDirectory:
         """Where the raw TOC of a layer is."""
         return self.path / "layers" / directory_name(digest) / "toc"
 
-    def open_files(self, digest: str) -> tuple[int, int, int]:
-        """Descriptors of toc (read only), data and map; the caller closes them."""
-        directory = self.path / "layers" / directory_name(digest)
-        os.utime(directory)
-        opened: list[int] = []
-        try:
-            for name, flags in (("toc", os.O_RDONLY), ("data", os.O_RDWR), ("map", os.O_RDWR)):
-                opened.append(os.open(directory / name, flags | os.O_CLOEXEC))
-        except OSError:
-            for fd in opened:
-                os.close(fd)
-            raise
-        return opened[0], opened[1], opened[2]
+    def directory(self, digest: str) -> Path:
+        """Of a layer, whether it is there or not."""
+        return self.path / "layers" / directory_name(digest)
+
+    def digests(self) -> list[str]:
+        """Of all layers, in order."""
+        names = [entry.name for entry in os.scandir(self.path / "layers") if not entry.name.endswith(".new")]
+        return sorted(f"sha256:{name.removeprefix('sha256-')}" for name in names)
+
+    def used(self, digest: str) -> None:
+        """Notes that a layer is used now."""
+        os.utime(self.directory(digest))
+
+
+@contextlib.contextmanager
+def opened(directory: Path) -> Iterator[LayerFiles]:
+    """The files of a layer, open as the core wants them; `data` and `map` are made if they are missing. OSError."""
+    with contextlib.ExitStack() as stack:
+        fds = []
+        for name, flags in (("toc", os.O_RDONLY), ("data", os.O_RDWR | os.O_CREAT), ("map", os.O_RDWR | os.O_CREAT)):
+            fds.append(os.open(directory / name, flags | os.O_CLOEXEC, 0o600))
+            stack.callback(os.close, fds[-1])
+        toc_fd, data_fd, map_fd = fds
+        yield LayerFiles(toc_fd, os.fstat(toc_fd).st_size, data_fd, map_fd, boot_id())
+
+
+def verify_directory(directory: Path) -> tuple[int, int]:
+    """Compares the chunks of a layer that nobody serves with their digests, and drops those that are damaged: how many were good, how many
+    damaged. OSError.
+    """
+    with opened(directory) as files:
+        return check_files(files)
 
 
 def list_layers(path: Path) -> Iterator[CachedLayer]:
@@ -186,12 +206,19 @@ def list_layers(path: Path) -> Iterator[CachedLayer]:
     for directory in sorted(layers.iterdir()):
         if directory.suffix == ".new":
             continue
-        try:
-            record = msgspec.json.decode((directory / "layer.json").read_bytes(), type=LayerRecord)
-            bitmap = (directory / "map").read_bytes()
-            disk = sum((directory / name).stat().st_blocks * 512 for name in ("toc", "data", "map", "layer.json"))
-            used_s = directory.stat().st_mtime
-        except (OSError, msgspec.DecodeError):
-            continue  # being made or removed at this moment
-        present = sum(byte.bit_count() for byte in bitmap[MAP_HEADER_SIZE:]) if bitmap[:8] == MAP_MAGIC else 0
-        yield CachedLayer(record, directory, present, disk, used_s)
+        with contextlib.suppress(OSError, msgspec.DecodeError):  # being made or removed at this moment
+            yield _cached(directory)
+
+
+def _cached(directory: Path) -> CachedLayer:
+    record = msgspec.json.decode((directory / "layer.json").read_bytes(), type=LayerRecord)
+    found = (directory / "map").read_bytes()
+    bits = found[MAP_HEADER_SIZE : MAP_HEADER_SIZE + (record.chunks + 63) // 64 * 8] if found[:8] == MAP_MAGIC else b""
+    return CachedLayer(
+        record=record,
+        path=directory,
+        present_chunks=sum(byte.bit_count() for byte in bits),
+        disk_bytes=sum((directory / name).stat().st_blocks * 512 for name in ("toc", "data", "map", "layer.json")),
+        used_s=directory.stat().st_mtime,
+        pinned=(directory / "pinned").exists(),
+    )

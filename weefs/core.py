@@ -93,6 +93,10 @@ class LayerInfo:
     present_chunks: int
     present_stored: int
     present_raw: int
+    room: int
+    """On disk, of the present and the suspect chunks."""
+    suspect_chunks: int
+    """Present when the machine went down, and not verified since."""
 
 
 @attrs.frozen
@@ -187,6 +191,48 @@ def create_session(*, threads: int = 2, connections: int = 1, max_pending: int =
     return int(fd[0])
 
 
+@attrs.frozen
+class LayerFiles:
+    """The open files of a layer in the cache; the TOC's size in bytes."""
+
+    toc_fd: int
+    toc_size: int
+    data_fd: int
+    map_fd: int
+    boot_id: bytes
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.boot_id) != 16:
+            raise ValueError(f"boot_id: expected 16 bytes, received {len(self.boot_id)}")
+
+
+@attrs.frozen
+class Swept:
+    """What a turn of a layer's clock freed, bytes; `at_end`: it came to the end of the layer."""
+
+    freed: int
+    at_end: bool
+
+
+def sweep_files(files: LayerFiles, goal: int) -> Swept:
+    """Core.sweep() of a layer that nobody serves. CoreError."""
+    error = ffi.new("struct weefs_error *")
+    freed = ffi.new("uint64_t *")
+    at_end = lib.weefs_sweep_files(*attrs.astuple(files), goal, freed, error)
+    _check(at_end, error, "sweep")
+    return Swept(freed[0], bool(at_end))
+
+
+def check_files(files: LayerFiles) -> tuple[int, int]:
+    """Compares every chunk in the cache of a layer that nobody serves with its digest, and drops those that are damaged: how many were
+    right, how many damaged. CoreError.
+    """
+    error = ffi.new("struct weefs_error *")
+    good, damaged = ffi.new("uint32_t *"), ffi.new("uint32_t *")
+    _check(lib.weefs_check_files(*attrs.astuple(files), good, damaged, error), error, "check")
+    return good[0], damaged[0]
+
+
 class Core:
     """One FUSE superblock. `close()` needs its mount to be gone, since it waits for the FUSE threads.
 
@@ -245,19 +291,15 @@ class Core:
         _check(lib.weefs_reserve(self._weefs, kind, place), None, "reserve a slot")
         return Place(place.slot, place.generation)
 
-    def add_layer(
-        self, toc_fd: int, toc_size: int, data_fd: int, map_fd: int, boot_id: bytes, *, name: str = "", place: Place | None = None
-    ) -> LayerSlot:
-        """Adds a layer whose raw TOC, cache file and chunk map are open; the descriptors are duplicated.
+    def add_layer(self, files: LayerFiles, *, name: str = "", place: Place | None = None) -> LayerSlot:
+        """Adds a layer; the descriptors are duplicated.
 
-        `boot_id`: 16 bytes. `name`: its directory below `objects`, which must tell its TOC; empty: it has none. `place`: a reserved one,
+        `name`: its directory below `objects`, which must tell its TOC; empty: it has none. `place`: a reserved one,
         or the one that it had in an earlier process.
         """
-        if len(boot_id) != 16:
-            raise ValueError(f"boot_id: expected 16 bytes, received {len(boot_id)}")
         error = ffi.new("struct weefs_error *")
         at = place or self.reserve_layer()
-        added = lib.weefs_add_layer(self._weefs, [attrs.astuple(at)], toc_fd, toc_size, data_fd, map_fd, boot_id, name.encode(), error)
+        added = lib.weefs_add_layer(self._weefs, [attrs.astuple(at)], *attrs.astuple(files), name.encode(), error)
         if added < 0 and place is None:
             self.release_layer(at)
         _check(added, error, "layer")
@@ -359,17 +401,49 @@ class Core:
         miss = ffi.new("struct weefs_miss *")
         return _miss(miss) if _check(lib.weefs_claim(self._weefs, layer, chunk, miss), None, "claim") else None
 
-    def publish(self, layer: LayerSlot, chunk: ChunkIndex, stored: bytes | memoryview) -> None:
-        """Verifies a chunk's stored bytes, writes it to the cache and answers its readers.
+    def publish(self, layer: LayerSlot, chunk: ChunkIndex, stored: bytes | memoryview) -> bool:
+        """Verifies a chunk's stored bytes, writes it to the cache and answers its readers. False: the cache has no room; they are answered
+        from memory.
 
-        DamagedError: it was not that chunk; its readers still wait.
+        DamagedError: it was not that chunk; its readers still wait. CoreError: no room in the cache, nor in memory.
         """
         error = ffi.new("struct weefs_error *")
-        _check(
-            lib.weefs_publish(self._weefs, layer, chunk, ffi.from_buffer(stored), len(stored), error),
-            error,
-            f"chunk {chunk}",
-        )
+        published = lib.weefs_publish(self._weefs, layer, chunk, ffi.from_buffer(stored), len(stored), error)
+        return not _check(published, error, f"chunk {chunk}")
+
+    def publish_copy(self, layer: LayerSlot, chunk: ChunkIndex, fd: int, offset: int) -> bool:
+        """publish() of a chunk that is, uncompressed, at `offset` of an open file: that of another layer."""
+        error = ffi.new("struct weefs_error *")
+        return not _check(lib.weefs_publish_copy(self._weefs, layer, chunk, fd, offset, error), error, f"chunk {chunk}")
+
+    def check_chunk(self, layer: LayerSlot, chunk: ChunkIndex) -> bool:
+        """Compares a chunk in the cache with its digest; one that was suspect is present then, and its readers are answered. False: it is
+        not in the cache. DamagedError: nor is it any more.
+        """
+        error = ffi.new("struct weefs_error *")
+        return bool(_check(lib.weefs_check_chunk(self._weefs, layer, chunk, error), error, f"chunk {chunk}"))
+
+    @property
+    def cache_used(self) -> int:
+        """Room of the chunks of all layers, bytes on disk."""
+        return int(lib.weefs_cache_used(self._weefs))
+
+    def limit_cache(self, limit: int) -> None:
+        """The most that `cache_used` may become; what arrives beyond is not written. Frees nothing by itself."""
+        lib.weefs_limit_cache(self._weefs, limit)
+
+    def count_evicted(self, freed: int) -> None:
+        """Adds bytes that sweeps freed to the statistics."""
+        lib.weefs_count_evicted(self._weefs, freed)
+
+    def sweep(self, layer: LayerSlot, goal: int) -> Swept:
+        """Turns the clock of a layer until `goal` bytes are freed, or it comes to the layer's end. Chunks that were read since it last
+        came by stay until it comes again. CoreError.
+        """
+        error = ffi.new("struct weefs_error *")
+        freed = ffi.new("uint64_t *")
+        at_end = _check(lib.weefs_sweep(self._weefs, layer, goal, freed, error), error, f"layer {layer}")
+        return Swept(freed[0], bool(at_end))
 
     def fail(self, layer: LayerSlot, chunk: ChunkIndex, error: int) -> None:
         """Gives a chunk up: its readers become faults. `error`: an errno, kept in them."""
@@ -391,6 +465,7 @@ class Core:
             "chunks_published",
             "chunks_unwritten",
             "chunks_rejected",
+            "evicted_bytes",
             "pending",
             "in_flight",
             "layer_slots",

@@ -22,16 +22,17 @@ import msgspec
 import zstandard
 
 from layerformat import FormatError, decode_footer, restore_toc
-from registry import Credentials, RangeReader, open_ranges
-from weefs.cachedir import CacheDirectory, LayerRecord, boot_id
-from weefs.core import Core, CoreError, LayerSlot, Place, PlanInfo, PlanSlot, check_toc
+from registry import Connections, Credentials, RangeReader, open_ranges
+from weefs.cachedir import CacheDirectory, LayerRecord, opened, verify_directory
+from weefs.core import ChunkIndex, Core, CoreError, DamagedError, LayerSlot, Place, PlanInfo, PlanSlot, check_toc
 from weefs.core import CoreFault as CoreFault
 from weefs.errors import LayerRefused, WeefsError
 from weefs.fetch import Fetcher, FetchPolicy, LayerSource, in_thread, read_patiently
 from weefs.images import Images, layer_name
 from weefs.journal import Journal, LayerAdded, LayerClosed, PlanAdded, PlanRemoved
 from weefs.log import say
-from weefs.protocol import FaultEvent, Layer, Plan
+from weefs.protocol import FaultEvent, Layer, Plan, VerifiedLayer
+from weefs.room import CacheBound, Room
 from weefs.traffic import LayerTraffic, source_kind
 
 FOOTER_SIZE = 80
@@ -80,16 +81,17 @@ class _Reader:
 class _LateRanges:
     """A layer's source that is opened when something is fetched from it: who takes over must serve first."""
 
-    def __init__(self, source: str, credentials: Credentials | None) -> None:
+    def __init__(self, source: str, credentials: Credentials | None, connections: Connections) -> None:
         self._source = source
         self._credentials = credentials
+        self._connections = connections
         self._opened: RangeReader | None = None
         self._lock = asyncio.Lock()
 
     async def _reader(self) -> RangeReader:
         async with self._lock:
             if self._opened is None:
-                self._opened = await open_ranges(self._source, credentials=self._credentials)
+                self._opened = await open_ranges(self._source, credentials=self._credentials, connections=self._connections)
             return self._opened
 
     async def read(self, digest: str, offset: int, size: int) -> bytes:
@@ -111,7 +113,7 @@ def plan_id(layers: Sequence[Layer]) -> str:
 class DataPlane:
     """Everything behind one mount.
 
-    `run_fetcher` must be running for reads to be answered and for unused layers to be closed; methods are called on its event loop.
+    `run` must be running for reads to be answered and for unused layers to be closed; methods are called on its event loop.
 
     Layers are counted by their plans. One without a plan stays until the kernel holds no file of it and no reader waits: an open file
     is read on. When it is wanted again before, it is taken back.
@@ -123,6 +125,7 @@ class DataPlane:
         cache: CacheDirectory,
         *,
         policy: FetchPolicy | None = None,
+        bound: CacheBound | None = None,
         credentials: Credentials | None = None,
         on_fault: Callable[[FaultEvent], None] | None = None,
         journal: Journal | None = None,
@@ -134,8 +137,10 @@ class DataPlane:
         self._on_fault = on_fault
         self._policy = policy or FetchPolicy()
         self._journal = journal or Journal()
-        self._fetcher = Fetcher(core, self._policy, self._report, self._close_idle)
+        self.room = Room(core, cache, bound or CacheBound(), self._slot_of, lambda digest: self._lock(f"layer {digest}"))
+        self._fetcher = Fetcher(core, self._policy, self._report, self._close_idle, self.room)
         self._readers: dict[str, _Reader] = {}
+        self._connections = Connections(per_host=self._policy.requests_at_once)
         self._layers: dict[str, _Served] = {}
         self._by_slot: dict[LayerSlot, _Served] = {}
         self._plans: dict[str, _ServedPlan] = {}
@@ -144,15 +149,23 @@ class DataPlane:
         self._closing: set[asyncio.Task[None]] = set()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def run_fetcher(self) -> None:
-        await self._fetcher.run()
+    async def run(self) -> None:
+        """Fetches what readers wait for, and keeps the cache within its bound, until it is cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.room.run())
+            tasks.create_task(self._fetcher.run())
+
+    def _slot_of(self, digest: str) -> LayerSlot | None:
+        served = self._layers.get(digest)
+        return served.slot if served else None
 
     async def close(self) -> None:
         if self._closing:
             await asyncio.wait(self._closing)
-        for opened in self._readers.values():
-            await opened.reader.close()
+        for source in self._readers.values():
+            await source.reader.close()
         self._readers.clear()
+        await self._connections.close()
 
     def _lock(self, name: str) -> asyncio.Lock:
         """One for each name, as long as somebody holds it or waits for it."""
@@ -269,7 +282,7 @@ class DataPlane:
             self._plans[plan.plan_id] = _ServedPlan(plan.place, info, layers)
 
     async def _restore_layer(self, line: LayerAdded) -> None:
-        reader = self._readers.setdefault(line.layer.source, _Reader(_LateRanges(line.layer.source, self._credentials)))
+        reader = self._readers.setdefault(line.layer.source, _Reader(_LateRanges(line.layer.source, self._credentials, self._connections)))
         reader.users += 1
         source = LayerSource(reader.reader, line.layer.digest, self._traffic(line.layer))
         self._served(await self._open_layer(line.layer, source, line.place))
@@ -335,20 +348,19 @@ class DataPlane:
         with contextlib.suppress(CoreError):
             self._core.close_layer(slot)
         self._core.release_layer(place)
+        self.room.lacking()  # it looks again how much there is
 
     async def _open_layer(self, layer: Layer, source: LayerSource, place: Place) -> _Served:
         record = await asyncio.to_thread(self._cache.find, layer.digest)
         if record is None:
             record = await self._fetch_toc(layer, source)
-        fds = self._cache.open_files(layer.digest)
-        try:
-            add = functools.partial(self._core.add_layer, name=layer_name(record.toc_digest), place=place)
-            await in_thread(add, fds[0], record.toc_size_bytes, fds[1], fds[2], boot_id())
-        except CoreError as error:
-            raise LayerRefused(f"layer {layer.digest}: {error.strerror}") from error
-        finally:
-            for fd in fds:
-                os.close(fd)
+        self._cache.used(layer.digest)
+        with opened(self._cache.directory(layer.digest)) as files:
+            try:
+                await in_thread(self._core.add_layer, files, name=layer_name(record.toc_digest), place=place)
+            except CoreError as error:
+                raise LayerRefused(f"layer {layer.digest}: {error.strerror}") from error
+        self.room.idle_changes(-self._core.layer_info(LayerSlot(place.slot)).room)
         self._fetcher.add_source(LayerSlot(place.slot), source)
         return _Served(layer, place, source.traffic, record.toc_digest)
 
@@ -364,11 +376,17 @@ class DataPlane:
 
     async def _close_layer(self, served: _Served) -> None:
         async with self._lock(f"layer {served.layer.digest}"):
+            room = self._core.layer_info(served.slot).room
+            self.room.idle_changes(room)
+            closed = False
             try:
-                if served.users or not await in_thread(self._core.close_layer, served.slot):
-                    return
+                closed = not served.users and await in_thread(self._core.close_layer, served.slot)
             finally:
                 served.closing = False
+                if not closed:
+                    self.room.idle_changes(-room)
+            if not closed:
+                return
             del self._layers[served.layer.digest], self._by_slot[served.slot]
             self._fetcher.remove_source(served.slot)
             try:
@@ -393,7 +411,9 @@ class DataPlane:
             content_bytes=int.from_bytes(toc[48:56], "little"),
             chunks=int.from_bytes(toc[72 + 4 * 16 + 8 : 72 + 4 * 16 + 16], "little"),
         )
+        await self.room.make(len(toc))
         await asyncio.to_thread(self._cache.create, record, toc)
+        self.room.idle_changes(len(toc))
         return record
 
     async def _read_metadata(self, source: LayerSource, offset: int, size: int, deadline: float) -> bytes:
@@ -421,16 +441,53 @@ class DataPlane:
         """Counted: to be given back with _release_reader()."""
         async with self._lock(f"source {source}"):
             if source not in self._readers:
-                self._readers[source] = _Reader(await open_ranges(source, credentials=self._credentials))
+                self._readers[source] = _Reader(await open_ranges(source, credentials=self._credentials, connections=self._connections))
             self._readers[source].users += 1
             return self._readers[source].reader
 
     async def _release_reader(self, source: str) -> None:
-        opened = self._readers[source]
-        opened.users -= 1
-        if opened.users == 0:
+        released = self._readers[source]
+        released.users -= 1
+        if released.users == 0:
             del self._readers[source]
-            await opened.reader.close()
+            await released.reader.close()
+
+    async def verify(self, digest: str | None) -> list[VerifiedLayer]:
+        """Compares the chunks in the cache with their digests, of one layer or of all; damaged ones are dropped. LayerRefused: it is no
+        digest of a layer in the cache; CoreError, OSError.
+        """
+        known = self._cache.digests()
+        if digest is not None and digest not in known:
+            raise LayerRefused(f"layer {digest}: expected one that is in the cache; there is none of that digest")
+        verified = []
+        for each in known if digest is None else [digest]:
+            with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
+                verified.append(await self._verify(each))
+        return verified
+
+    async def _verify(self, digest: str) -> VerifiedLayer:
+        served = self._layers.get(digest)
+        if served is None:
+            async with self._lock(f"layer {digest}"):  # nobody opens it meanwhile
+                if digest not in self._layers:
+                    good, damaged = await in_thread(verify_directory, self._cache.directory(digest))
+                    return VerifiedLayer(digest=digest, good=good, damaged=damaged)
+                served = self._layers[digest]
+        served.users += 1
+        try:
+            good, damaged = await in_thread(self._verify_served, served.slot)
+        finally:
+            self._give_back([served])
+        return VerifiedLayer(digest=digest, good=good, damaged=damaged)
+
+    def _verify_served(self, slot: LayerSlot) -> tuple[int, int]:
+        good = damaged = 0
+        for chunk in range(self._core.layer_info(slot).chunks):
+            try:
+                good += self._core.check_chunk(slot, ChunkIndex(chunk))
+            except DamagedError:
+                damaged += 1
+        return good, damaged
 
     # ---- reporting ----
 
@@ -476,6 +533,7 @@ class DataPlane:
             "plans": len(self._plans),
             "layers": layers,
             "images": images,
+            "cache": self.room.statistics(),
             "descriptors": len(os.listdir("/proc/self/fd")) - 1,  # without that of the listing itself
             "journal_bytes": self._journal.size_bytes,
         }

@@ -17,8 +17,8 @@ import asyncio
 import errno
 import os
 import random
-from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, Protocol, TypeVar
 
 import attrs
 
@@ -31,6 +31,8 @@ from weefs.traffic import LayerTraffic
 
 PUBLISHED_HERE_BYTES = 32 << 10
 """So little is decompressed and verified faster than handed to a thread (bench/miss.py)."""
+
+NO_ROOM_PAUSE_S = 0.01
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -106,6 +108,46 @@ async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         raise
 
 
+class CacheRoom(Protocol):
+    """Whoever keeps the cache within its bound."""
+
+    def published(self) -> None:
+        """A chunk was written."""
+        ...
+
+    def lacking(self) -> None:
+        """A chunk could not be written; its readers were answered."""
+        ...
+
+    async def make(self, size: int) -> None:
+        """Frees this many bytes, if that can be. OSError."""
+        ...
+
+
+class Boundless:
+    """A cache without a bound."""
+
+    def published(self) -> None:
+        return None
+
+    def lacking(self) -> None:
+        return None
+
+    async def make(self, size: int) -> None:
+        return None
+
+
+@attrs.define
+class Outcome:
+    """Of publishing a range: chunks that did not have their digest; chunks for which there was no room anywhere; whether there was none
+    in the cache for another one.
+    """
+
+    damaged: list[Miss] = attrs.field(factory=list)
+    unplaced: list[Miss] = attrs.field(factory=list)
+    unwritten: bool = False
+
+
 class Fetcher:
     """Serves the miss queue of one core.
 
@@ -113,13 +155,20 @@ class Fetcher:
     """
 
     def __init__(
-        self, core: Core, policy: FetchPolicy, on_faults: Callable[[list[CoreFault]], None], on_idle: Callable[[], None]
+        self,
+        core: Core,
+        policy: FetchPolicy,
+        on_faults: Callable[[list[CoreFault]], None],
+        on_idle: Callable[[], None],
+        room: CacheRoom | None = None,
     ) -> None:
         """`on_faults` reports them: then their readers are answered. `on_idle`: a layer may have become idle."""
         self._core = core
         self._policy = policy
         self._on_faults = on_faults
         self._on_idle = on_idle
+        self._room = room or Boundless()
+        self._suspects: set[LayerSlot] = set()
         self._sources: dict[LayerSlot, LayerSource] = {}
         self._slots = asyncio.Semaphore(policy.requests_at_once)
         self._at_work = 0
@@ -133,11 +182,14 @@ class Fetcher:
         self._sources[layer] = source
         info = self._core.layer_info(layer)
         self._chunk_sizes[layer], self._chunks[layer] = info.chunk_size, info.chunks
+        if info.suspect_chunks:
+            self._suspects.add(layer)
 
     def remove_source(self, layer: LayerSlot) -> None:
         """Of a layer that is closed: nothing is fetched for it any more."""
         del self._sources[layer], self._chunk_sizes[layer], self._chunks[layer]
         self._ahead.forget(layer)
+        self._suspects.discard(layer)
         for known in [known for known in self._reasons if known[0] == layer]:
             del self._reasons[known]
 
@@ -159,16 +211,46 @@ class Fetcher:
                     ready.clear()
                     _drain(fd)
                     while misses := self._core.take_misses():
-                        # What is read ahead travels apart: nobody waits for more bytes than it asked for.
-                        for chunks, ahead in ((misses, False), (self._claim_ahead(misses), True)):
-                            for wanted in coalesce(chunks):
-                                self._sources[wanted.layer].traffic.wanted(len(wanted.misses), ahead=ahead)
-                                tasks.create_task(self._fetch_or_fail(wanted))
+                        suspects = [miss for miss in misses if miss.layer in self._suspects]
+                        if suspects:
+                            tasks.create_task(self._check(suspects, tasks))
+                        self._begin([miss for miss in misses if miss.layer not in self._suspects], tasks)
                     self._report_faults()
                     self._on_idle()
         finally:
             loop.remove_reader(fd)
             self._report_faults()  # of what was given up in the end
+
+    def _begin(self, misses: list[Miss], tasks: asyncio.TaskGroup) -> None:
+        """What is read ahead travels apart: nobody waits for more bytes than it asked for."""
+        for chunks, ahead in ((misses, False), (self._claim_ahead(misses), True)):
+            for wanted in coalesce(chunks):
+                self._sources[wanted.layer].traffic.wanted(len(wanted.misses), ahead=ahead)
+                tasks.create_task(self._fetch_or_fail(wanted))
+
+    async def _check(self, misses: list[Miss], tasks: asyncio.TaskGroup) -> None:
+        """Chunks that may be in the cache since before the machine went down; those that are not are fetched."""
+        try:
+            absent = await in_thread(self._check_now, misses)
+        except Exception:  # a bug of ours costs a transfer, not a reader
+            say_traceback()
+            absent = misses
+        except asyncio.CancelledError:
+            for miss in misses:
+                self._give_up(miss.layer, [miss], errno.EIO, "the data plane is stopping")
+            raise
+        self._begin(absent, tasks)
+
+    def _check_now(self, misses: list[Miss]) -> list[Miss]:
+        absent = []
+        for miss in misses:
+            try:
+                if self._core.check_chunk(miss.layer, miss.chunk):
+                    continue
+            except CoreError as error:
+                say(f"chunk {miss.chunk} of {self._sources[miss.layer].digest}, of before the machine went down: {error.strerror}")
+            absent.append(miss)
+        return absent
 
     def _report_faults(self) -> None:
         """First said, then answered: meanwhile the reader is a process that can be looked at."""
@@ -209,11 +291,10 @@ class Fetcher:
 
     async def _fetch(self, wanted: Range, deadline: float, unsettled: dict[ChunkIndex, Miss]) -> None:
         stored = await self._read(wanted, deadline)
-        damaged = await self._publish(wanted, stored, unsettled)
-        for miss in damaged:
+        for miss in await self._publish(wanted, stored, unsettled, deadline):
             alone = Range(wanted.layer, (miss,))
             again = await self._read(alone, deadline)
-            if await self._publish(alone, again, unsettled):
+            if await self._publish(alone, again, unsettled, deadline):
                 source = self._sources[wanted.layer]
                 reason = f"chunk {miss.chunk} of {source.digest} is damaged: received twice without its digest"
                 self._give_up(wanted.layer, [miss], errno.EBADMSG, reason)
@@ -223,28 +304,58 @@ class Fetcher:
         """The bytes of a range, tried until the deadline. RegistryError: the last one's."""
         return await read_patiently(self._sources[wanted.layer], wanted.offset, wanted.size, deadline=deadline, policy=self._policy)
 
-    async def _publish(self, wanted: Range, stored: bytes, unsettled: dict[ChunkIndex, Miss]) -> list[Miss]:
-        """Hands each chunk of a range to the core, here or in a thread; returns those that did not have their digest."""
-        if self._at_work == 1 or sum(miss.raw_size for miss in wanted.misses) <= PUBLISHED_HERE_BYTES:
-            return self._publish_now(wanted, stored, unsettled)
-        return await in_thread(self._publish_now, wanted, stored, unsettled)
+    async def _publish(self, wanted: Range, stored: bytes, unsettled: dict[ChunkIndex, Miss], deadline: float) -> list[Miss]:
+        """Hands each chunk of a range to the core; returns those that did not have their digest. When neither the cache nor memory has
+        room for one, room is made, until the deadline.
+        """
+        loop = asyncio.get_running_loop()
+        outcome = await self._publish_somewhere(wanted, wanted.misses, stored, unsettled)
+        damaged = outcome.damaged
+        while outcome.unplaced and loop.time() < deadline:
+            try:
+                await self._room.make(sum(miss.raw_size for miss in outcome.unplaced))
+            except OSError as error:
+                say(f"cache: cannot make room: {error}")
+            await asyncio.sleep(NO_ROOM_PAUSE_S)  # readers that are answered from memory give it back
+            outcome = await self._publish_somewhere(wanted, outcome.unplaced, stored, unsettled)
+        self._give_up(wanted.layer, outcome.unplaced, errno.ENOSPC, "there is no room for it, neither in the cache nor in memory")
+        for miss in outcome.unplaced:
+            del unsettled[miss.chunk]
+        return damaged
 
-    def _publish_now(self, wanted: Range, stored: bytes, unsettled: dict[ChunkIndex, Miss]) -> list[Miss]:
+    async def _publish_somewhere(
+        self, wanted: Range, misses: Sequence[Miss], stored: bytes, unsettled: dict[ChunkIndex, Miss]
+    ) -> Outcome:
+        """Here or in a thread."""
+        if self._at_work == 1 or sum(miss.raw_size for miss in misses) <= PUBLISHED_HERE_BYTES:
+            outcome = self._publish_now(wanted, misses, stored, unsettled)
+        else:
+            outcome = await in_thread(self._publish_now, wanted, misses, stored, unsettled)
+        if outcome.unwritten:
+            self._room.lacking()
+        else:
+            self._room.published()
+        return outcome
+
+    def _publish_now(self, wanted: Range, misses: Sequence[Miss], stored: bytes, unsettled: dict[ChunkIndex, Miss]) -> Outcome:
         view = memoryview(stored)
-        damaged = []
-        for miss in wanted.misses:
+        outcome = Outcome()
+        for miss in misses:
             at = miss.blob_offset - wanted.offset
             try:
-                self._core.publish(miss.layer, miss.chunk, view[at : at + miss.stored_size])
+                outcome.unwritten |= not self._core.publish(miss.layer, miss.chunk, view[at : at + miss.stored_size])
             except DamagedError:
-                damaged.append(miss)
+                outcome.damaged.append(miss)
             except CoreError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                    outcome.unplaced.append(miss)
+                    continue
                 self._give_up(miss.layer, [miss], error.errno or errno.EIO, str(error))
                 del unsettled[miss.chunk]
             else:
                 del unsettled[miss.chunk]
                 self._reasons.pop((miss.layer, miss.chunk), None)
-        return damaged
+        return outcome
 
     def _give_up(self, layer: LayerSlot, misses: Iterable[Miss], error: int, reason: str) -> None:
         source = self._sources[layer]

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 MAX_LINE_BYTES = 16 << 20
-VERSION = 2
+VERSION = 3
 """Of this protocol. A daemon that meets another one replaces the data plane instead of talking to it."""
 
 
@@ -70,6 +70,25 @@ class GetStatistics(msgspec.Struct, frozen=True, tag="statistics", tag_field="me
     id: int
 
 
+class CollectCache(msgspec.Struct, frozen=True, tag="collect_cache", tag_field="method", kw_only=True):
+    """Removes layers from the cache that are neither served nor pinned, those first that were not used for longest, until it has at most
+    `target_bytes`. The result is a list of `RemovedLayer`. With `dry_run`, of those that would be removed.
+    """
+
+    id: int
+    target_bytes: int = 0
+    dry_run: bool = False
+
+
+class VerifyCache(msgspec.Struct, frozen=True, tag="verify_cache", tag_field="method", kw_only=True):
+    """Compares chunks in the cache with their digests: of one layer, or of all. Damaged ones are dropped. The result is a list of
+    `VerifiedLayer`.
+    """
+
+    id: int
+    digest: str | None = None
+
+
 class AcknowledgeFaults(msgspec.Struct, frozen=True, tag="acknowledge_faults", tag_field="method", kw_only=True):
     """Faults up to this number need not be repeated. It has no answer."""
 
@@ -83,7 +102,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", tag_field="method", 
     id: int
 
 
-Request = Hello | AddPlan | RemovePlan | GetStatistics | AcknowledgeFaults | Shutdown
+Request = Hello | AddPlan | RemovePlan | GetStatistics | CollectCache | VerifyCache | AcknowledgeFaults | Shutdown
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +119,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     xattrs: bool = True
     """Whether a layer has extended attributes: only the mount that shows them is right for it then."""
     """Why there are none although they were asked for: one sentence."""
+
+
+class RemovedLayer(msgspec.Struct, frozen=True, kw_only=True):
+    """`disk_bytes`: what its files took."""
+
+    digest: str
+    source: str
+    disk_bytes: int
+    used_unix_s: float
+
+
+class VerifiedLayer(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of its chunks in the cache had their digest, and how many had not and were dropped."""
+
+    digest: str
+    good: int
+    damaged: int
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):

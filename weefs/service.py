@@ -25,6 +25,7 @@ from weefs.errors import LayerRefused
 from weefs.fetch import FetchPolicy
 from weefs.journal import Journal
 from weefs.log import say, say_traceback
+from weefs.room import CacheBound
 
 CACHE_WAIT_S = 10.0
 """A predecessor that was killed has let its cache go when it is gone for good; one that is being replaced ends at once."""
@@ -137,6 +138,10 @@ class Service:
                 return await self._plane.remove_plan(plan_id)
             case protocol.GetStatistics():
                 return self._plane.statistics()
+            case protocol.CollectCache(target_bytes=target, dry_run=dry_run):
+                return await self._plane.room.collect(target, dry_run=dry_run)
+            case protocol.VerifyCache(digest=digest):
+                return await self._plane.verify(digest)
 
     async def _answer(self, writer: asyncio.StreamWriter, request: protocol.Request) -> None:
         try:
@@ -186,6 +191,7 @@ async def serve(
     journal_path: Path,
     *,
     policy: FetchPolicy,
+    bound: CacheBound,
     credentials: Credentials | None,
     resend: bool = True,
 ) -> None:
@@ -202,7 +208,13 @@ async def serve(
     cache = CacheDirectory.open(cache_path, wait_s=CACHE_WAIT_S)
     kept = Journal.resume(journal_path) if resumed else Journal.begin(journal_path)
     plane = DataPlane(
-        core, cache, policy=policy, credentials=credentials, on_fault=lambda fault: service.report(fault), journal=kept
+        core,
+        cache,
+        policy=policy,
+        bound=bound,
+        credentials=credentials,
+        on_fault=lambda fault: service.report(fault),
+        journal=kept,
     )
     await plane.restore()
     service = Service(plane, kept, [listen_fd, session_fd, *fuse_fds], resumed=resumed)
@@ -210,7 +222,7 @@ async def serve(
     await asyncio.to_thread(core.serve, fuse_fds)
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(core.ended_fd, ended.set)
-    fetcher = asyncio.create_task(plane.run_fetcher())
+    fetcher = asyncio.create_task(plane.run())
     await plane.finish_removals()  # before a name can come again
     forever = [fetcher, asyncio.create_task(service.accept(listener))]
     until = [asyncio.create_task(ended.wait()), asyncio.create_task(service.shutdown.wait())]
