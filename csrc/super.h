@@ -15,6 +15,7 @@
 #include <stdint.h>
 
 #include "cache.h"
+#include "digests.h"
 #include "miss.h"
 #include "node.h"
 #include "plan.h"
@@ -83,6 +84,7 @@ struct weefs {
 	struct settling settling[CACHE_SETTLING];	/* a ring, under `lock` */
 	uint64_t settled;				/* chunks put into it so far */
 	struct cache_budget budget;
+	struct digests digests;
 	struct miss_queue misses;
 };
 

@@ -59,6 +59,7 @@ int weefs_new(const struct weefs_options *options, struct weefs **ret_weefs, str
 	}
 	pthread_mutex_init(&w->lock, NULL);
 	atomic_store(&w->budget.limit, UINT64_MAX);
+	digests_init(&w->digests);
 	*ret_weefs = w;
 	return 0;
 }
@@ -106,6 +107,7 @@ void weefs_free(struct weefs *w)
 		free((void *)atomic_load(&w->layers.pages[page]));
 	}
 	miss_destroy(&w->misses);
+	digests_destroy(&w->digests);
 	session_close(&w->session);
 	close(w->session_fd);
 	close(w->ended_fd);
@@ -185,12 +187,10 @@ void weefs_release(struct weefs *w, enum weefs_kind kind, uint32_t slot)
 
 /* ---- layers ---- */
 
-static int layer_open(int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id, struct cache_budget *budget,
-		      struct layer *layer, struct weefs_error *error)
+static int toc_open(int toc_fd, uint64_t toc_size, struct layer *layer, struct weefs_error *error)
 {
 	struct stat st;
 	void *mapping;
-	int r;
 
 	layer->cache.data_fd = -1;
 	if (fstat(toc_fd, &st) < 0)
@@ -202,7 +202,14 @@ static int layer_open(int toc_fd, uint64_t toc_size, int data_fd, int map_fd, co
 		return fail(error, -errno, "TOC file: %s", strerror(errno));
 	layer->toc_map = mapping;
 	layer->toc_size = toc_size;
-	r = toc_validate(mapping, toc_size, &layer->toc, error);
+	return toc_validate(mapping, toc_size, &layer->toc, error);
+}
+
+static int layer_open(int toc_fd, uint64_t toc_size, int data_fd, int map_fd, const uint8_t *boot_id, struct cache_budget *budget,
+		      struct layer *layer, struct weefs_error *error)
+{
+	int r = toc_open(toc_fd, toc_size, layer, error);
+
 	return r ? r : cache_open(&layer->cache, &layer->toc, data_fd, map_fd, boot_id, budget, error);
 }
 
@@ -385,6 +392,35 @@ int weefs_check_files(int toc_fd, uint64_t toc_size, int data_fd, int map_fd, co
 	}
 	layer_free(layer);
 	return r < 0 ? r : 0;
+}
+
+/* ---- copies ---- */
+
+int weefs_know_layer(struct weefs *w, uint32_t number, int toc_fd, uint64_t toc_size, struct weefs_error *error)
+{
+	struct layer *layer = calloc(1, sizeof(*layer));
+	int r = layer ? toc_open(toc_fd, toc_size, layer, error) : -ENOMEM;
+
+	if (r == 0)
+		r = digests_add(&w->digests, number, &layer->toc);
+	layer_free(layer);
+	return r;
+}
+
+void weefs_forget_layer(struct weefs *w, uint32_t number)
+{
+	digests_remove(&w->digests, number);
+}
+
+uint32_t weefs_find_copies(struct weefs *w, uint32_t slot, uint32_t chunk, uint32_t but, struct weefs_copy *ret_copies, uint32_t n)
+{
+	struct layer *layer = super_use_layer(w, slot);
+	uint32_t found = 0;
+
+	if (layer && chunk < layer->toc.n_chunks)
+		found = digests_find(&w->digests, layer->toc.chunks[chunk].sha256, but, ret_copies, n);
+	super_unuse_layer(w, layer);
+	return found;
 }
 
 /* ---- plans ---- */

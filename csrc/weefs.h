@@ -248,6 +248,17 @@ int weefs_publish(struct weefs *w, uint32_t layer, uint32_t chunk, const uint8_t
 /* The same of a chunk that a file holds, uncompressed, at `offset`: that of another layer. -EBADMSG: it does not. */
 int weefs_publish_copy(struct weefs *w, uint32_t layer, uint32_t chunk, int fd, uint64_t offset, struct weefs_error *ret_error);
 
+/* What the cache may have copies of, by the digests of its chunks. weefs_know_layer() adds those of a layer, served or not, with a raw TOC in
+ * `toc_fd`, under the caller's number for it, not 0. weefs_find_copies(): up to `n` places of a chunk in layers of other numbers than `but`.
+ * A place is a hint: weefs_publish_copy() from the data file of that layer says whether it is there. */
+struct weefs_copy {
+	uint32_t layer;
+	uint64_t offset;	/* in the stream */
+};
+int weefs_know_layer(struct weefs *w, uint32_t number, int toc_fd, uint64_t toc_size, struct weefs_error *ret_error);
+void weefs_forget_layer(struct weefs *w, uint32_t number);
+uint32_t weefs_find_copies(struct weefs *w, uint32_t layer, uint32_t chunk, uint32_t but, struct weefs_copy *ret_copies, uint32_t n);
+
 /* Reads a chunk in the cache and compares its digest. 1: right; one that was suspect is present now, and its readers are answered. 0: it is not
  * there. -EBADMSG: it was damaged, and is dropped. */
 int weefs_check_chunk(struct weefs *w, uint32_t layer, uint32_t chunk, struct weefs_error *ret_error);

@@ -13,7 +13,8 @@ from registry_fixture import CHUNK, make_layer
 from strategies import make_content
 
 from registry import push_group, resolve_group
-from weefs.cachedir import list_layers
+from weefs.cachedir import list_layers, opened
+from weefs.core import sweep_files
 from weefs.errors import LayerRefused
 from weefs.protocol import Layer
 from weefs.room import CacheBound
@@ -183,6 +184,60 @@ def test_after_a_crash_of_the_machine_nothing_whole_is_fetched_again(
         async with mounted(tmp_path / "m", [layers[0]], policy=QUICK) as mount:
             await read_all(mount, 0)
             assert mount.traffic()["requests"] == 1
+            assert not mount.faults
+
+    asyncio.run(run())
+
+
+def test_a_new_version_takes_from_the_disk_what_it_shares_with_the_old_one(tmp_path: Path) -> None:
+    """One of 40 chunks is another; and what of the old version was evicted meanwhile is fetched."""
+    new = bytearray(content(0))
+    new[CHUNK * 11] ^= 1
+    versions = []
+    for name, data in (("old", content(0)), ("new", bytes(new))):
+        file = make_layer(tmp_path, name, {"f0": data})
+        push_group(f"oci:{tmp_path}/layout:{name}", [file])
+        versions += layers_of(resolve_group(f"oci:{tmp_path}/layout:{name}"))
+
+    async def run() -> None:
+        async with mounted(tmp_path / "m", versions[:1], keep_cache=True) as mount:
+            await read_all(mount, 0)
+        (old,) = (tmp_path / "m" / "cache" / "layers").iterdir()
+        with opened(old) as files:
+            sweep_files(files, CHUNK * CHUNKS)  # nothing is touched now
+        with opened(old) as files:
+            assert sweep_files(files, CHUNK * 3).freed == CHUNK * 3
+        async with mounted(tmp_path / "m", versions[1:]) as mount:
+            await wait_until(lambda: mount.plane.statistics()["layers_compared"] == 2)
+            assert await mount.read("f0") == bytes(new)
+            found = mount.plane.statistics()
+            assert found["sources"]["copy"]["misses"] == CHUNKS - 4
+            assert found["sources"]["layout"]["misses"] + found["sources"]["layout"]["ahead"] == 4
+            assert not mount.faults
+            await mount.plane.room.collect(0, dry_run=False)
+            assert mount.plane.statistics()["layers_compared"] == 1
+
+    asyncio.run(run())
+
+
+def test_a_copy_that_is_damaged_is_not_taken(tmp_path: Path) -> None:
+    versions = []
+    for name in ("old", "new"):
+        file = make_layer(tmp_path, name, {"f0": content(0), name: b"so that it is another layer"})
+        push_group(f"oci:{tmp_path}/layout:{name}", [file])
+        versions += layers_of(resolve_group(f"oci:{tmp_path}/layout:{name}"))
+
+    async def run() -> None:
+        async with mounted(tmp_path / "m", versions[:1], keep_cache=True) as mount:
+            await read_all(mount, 0)
+        (old,) = (tmp_path / "m" / "cache" / "layers").iterdir()
+        with (old / "data").open("r+b") as data:
+            data.seek(CHUNK * 20)
+            data.write(b"damaged")
+        async with mounted(tmp_path / "m", versions[1:]) as mount:
+            await wait_until(lambda: mount.plane.statistics()["layers_compared"] == 2)
+            await read_all(mount, 0)
+            assert mount.plane.statistics()["sources"]["copy"]["misses"] == CHUNKS - 1
             assert not mount.faults
 
     asyncio.run(run())

@@ -24,6 +24,8 @@ ChunkIndex = NewType("ChunkIndex", int)
 
 MAX_PENDING = 32768
 """READ requests that may wait for chunks at once, unless told otherwise; each takes 40 bytes of the session and some 150 of memory."""
+MAX_COPIES = 8
+"""Places of a chunk that are looked at."""
 MAX_TAKEN = 1024
 """Misses or faults taken in one call."""
 
@@ -415,6 +417,20 @@ class Core:
         """publish() of a chunk that is, uncompressed, at `offset` of an open file: that of another layer."""
         error = ffi.new("struct weefs_error *")
         return not _check(lib.weefs_publish_copy(self._weefs, layer, chunk, fd, offset, error), error, f"chunk {chunk}")
+
+    def know_layer(self, number: int, toc_fd: int, toc_size: int) -> None:
+        """Adds the digests of a layer's chunks to those that find_copies() knows, under the caller's number for it, not 0. CoreError."""
+        error = ffi.new("struct weefs_error *")
+        _check(lib.weefs_know_layer(self._weefs, number, toc_fd, toc_size, error), error, "TOC")
+
+    def forget_layer(self, number: int) -> None:
+        lib.weefs_forget_layer(self._weefs, number)
+
+    def find_copies(self, layer: LayerSlot, chunk: ChunkIndex, but: int) -> list[tuple[int, int]]:
+        """Where the cache may have a copy of a chunk: numbers of layers, not `but`, and offsets in their data files."""
+        copies = ffi.new("struct weefs_copy[]", MAX_COPIES)
+        n = lib.weefs_find_copies(self._weefs, layer, chunk, but, copies, MAX_COPIES)
+        return [(copies[i].layer, copies[i].offset) for i in range(n)]
 
     def check_chunk(self, layer: LayerSlot, chunk: ChunkIndex) -> bool:
         """Compares a chunk in the cache with its digest; one that was suspect is present then, and its readers are answered. False: it is

@@ -24,6 +24,7 @@ import zstandard
 from layerformat import FormatError, decode_footer, restore_toc
 from registry import Connections, Credentials, RangeReader, open_ranges
 from weefs.cachedir import CacheDirectory, LayerRecord, opened, verify_directory
+from weefs.copies import Copies
 from weefs.core import ChunkIndex, Core, CoreError, DamagedError, LayerSlot, Place, PlanInfo, PlanSlot, check_toc
 from weefs.core import CoreFault as CoreFault
 from weefs.errors import LayerRefused, WeefsError
@@ -137,8 +138,11 @@ class DataPlane:
         self._on_fault = on_fault
         self._policy = policy or FetchPolicy()
         self._journal = journal or Journal()
-        self.room = Room(core, cache, bound or CacheBound(), self._slot_of, lambda digest: self._lock(f"layer {digest}"))
-        self._fetcher = Fetcher(core, self._policy, self._report, self._close_idle, self.room)
+        self.room = Room(
+            core, cache, bound or CacheBound(), self._slot_of, lambda digest: self._lock(f"layer {digest}"), self._forget_copies
+        )
+        self._copies = Copies(core, cache)
+        self._fetcher = Fetcher(core, self._policy, self._report, self._close_idle, self.room, self._copies)
         self._readers: dict[str, _Reader] = {}
         self._connections = Connections(per_host=self._policy.requests_at_once)
         self._layers: dict[str, _Served] = {}
@@ -153,7 +157,11 @@ class DataPlane:
         """Fetches what readers wait for, and keeps the cache within its bound, until it is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.room.run())
+            tasks.create_task(self._copies.run())
             tasks.create_task(self._fetcher.run())
+
+    def _forget_copies(self, digest: str) -> None:
+        self._copies.forget(digest)
 
     def _slot_of(self, digest: str) -> LayerSlot | None:
         served = self._layers.get(digest)
@@ -362,6 +370,7 @@ class DataPlane:
                 raise LayerRefused(f"layer {layer.digest}: {error.strerror}") from error
         self.room.idle_changes(-self._core.layer_info(LayerSlot(place.slot)).room)
         self._fetcher.add_source(LayerSlot(place.slot), source)
+        self._copies.add(layer.digest)
         return _Served(layer, place, source.traffic, record.toc_digest)
 
     def _close_idle(self) -> None:
@@ -534,6 +543,7 @@ class DataPlane:
             "layers": layers,
             "images": images,
             "cache": self.room.statistics(),
+            "layers_compared": self._copies.known,
             "descriptors": len(os.listdir("/proc/self/fd")) - 1,  # without that of the listing itself
             "journal_bytes": self._journal.size_bytes,
         }

@@ -17,6 +17,7 @@ import asyncio
 import errno
 import os
 import random
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -124,6 +125,18 @@ class CacheRoom(Protocol):
         ...
 
 
+class LocalCopies(Protocol):
+    """Layers in this cache that have chunks in common."""
+
+    def may_have(self, miss: Miss, digest: str) -> bool:
+        """Whether another layer than `digest`, whose chunk it is, has one like it."""
+        ...
+
+    def take(self, miss: Miss, digest: str) -> bool:
+        """Publishes it from there, if it is there. Blocks."""
+        ...
+
+
 class Boundless:
     """A cache without a bound."""
 
@@ -161,8 +174,10 @@ class Fetcher:
         on_faults: Callable[[list[CoreFault]], None],
         on_idle: Callable[[], None],
         room: CacheRoom | None = None,
+        copies: LocalCopies | None = None,
     ) -> None:
         """`on_faults` reports them: then their readers are answered. `on_idle`: a layer may have become idle."""
+        self._copies = copies
         self._core = core
         self._policy = policy
         self._on_faults = on_faults
@@ -211,10 +226,13 @@ class Fetcher:
                     ready.clear()
                     _drain(fd)
                     while misses := self._core.take_misses():
-                        suspects = [miss for miss in misses if miss.layer in self._suspects]
-                        if suspects:
-                            tasks.create_task(self._check(suspects, tasks))
-                        self._begin([miss for miss in misses if miss.layer not in self._suspects], tasks)
+                        near: list[Miss] = []
+                        far: list[Miss] = []
+                        for miss in misses:
+                            (near if self._may_be_near(miss) else far).append(miss)
+                        if near:
+                            tasks.create_task(self._from_disk(near, tasks))
+                        self._begin(far, tasks)
                     self._report_faults()
                     self._on_idle()
         finally:
@@ -228,10 +246,15 @@ class Fetcher:
                 self._sources[wanted.layer].traffic.wanted(len(wanted.misses), ahead=ahead)
                 tasks.create_task(self._fetch_or_fail(wanted))
 
-    async def _check(self, misses: list[Miss], tasks: asyncio.TaskGroup) -> None:
-        """Chunks that may be in the cache since before the machine went down; those that are not are fetched."""
+    def _may_be_near(self, miss: Miss) -> bool:
+        if miss.layer in self._suspects:
+            return True
+        return self._copies is not None and self._copies.may_have(miss, self._sources[miss.layer].digest)
+
+    async def _from_disk(self, misses: list[Miss], tasks: asyncio.TaskGroup) -> None:
+        """Chunks that may be in the cache: since before the machine went down, or in another layer. Those that are not are fetched."""
         try:
-            absent = await in_thread(self._check_now, misses)
+            absent = await in_thread(self._from_disk_now, misses)
         except Exception:  # a bug of ours costs a transfer, not a reader
             say_traceback()
             absent = misses
@@ -241,14 +264,19 @@ class Fetcher:
             raise
         self._begin(absent, tasks)
 
-    def _check_now(self, misses: list[Miss]) -> list[Miss]:
+    def _from_disk_now(self, misses: list[Miss]) -> list[Miss]:
         absent = []
         for miss in misses:
+            digest = self._sources[miss.layer].digest
             try:
                 if self._core.check_chunk(miss.layer, miss.chunk):
                     continue
             except CoreError as error:
-                say(f"chunk {miss.chunk} of {self._sources[miss.layer].digest}, of before the machine went down: {error.strerror}")
+                say(f"chunk {miss.chunk} of {digest}, of before the machine went down: {error.strerror}")
+            begin_s = time.monotonic()
+            if self._copies is not None and self._copies.take(miss, digest):
+                self._core.count_traffic("copy", misses=1, requests=1, bytes=miss.raw_size, fetch_s=time.monotonic() - begin_s)
+                continue
             absent.append(miss)
         return absent
 

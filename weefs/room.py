@@ -68,10 +68,12 @@ class Room:
         bound: CacheBound,
         served: Callable[[str], LayerSlot | None],
         lock: Callable[[str], asyncio.Lock],
+        on_removed: Callable[[str], None] = lambda digest: None,
     ) -> None:
         """`served`: the slot of a layer, by its digest, if it has one. `lock`: whoever has that of a layer sees to it that it is neither
-        opened nor closed meanwhile.
+        opened nor closed meanwhile. `on_removed`: a layer has left the cache.
         """
+        self._on_removed = on_removed
         self._core = core
         self._cache = cache
         self._bound = bound
@@ -254,6 +256,7 @@ class Room:
         size = await in_thread(_remove_directory, directory)
         self._found_empty.discard(digest)
         self.removed_layers += 1
+        self._on_removed(digest)
         self.idle_changes(-size)
         return Swept(size, at_end=True)
 
