@@ -4,7 +4,8 @@
  * is cut off under a mapping ends the process.
  *
  *   present   its bytes are in the data file. Set after they were written, so a process that dies in between loses the chunk and nothing else
- *   touched   it was read since the clock's hand last passed (evict.c). Written when the cache is closed
+ *   touched   it was read since the clock's hand last passed (evict.c), not counting the read that it was fetched for: of what is read once,
+ *             a scan, nothing shall stay for the sake of it. Written when the cache is closed
  *   suspect   it was present when the machine went down, which may have lost the bytes and kept the bit: hence the boot id in the header.
  *             Compared with its digest before it is present again
  *

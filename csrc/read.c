@@ -83,10 +83,12 @@ uint32_t read_missing(struct layer *layer, const struct toc_inode *inode, uint64
 		if (chunk < next && missing && ret_chunks[missing - 1] == chunk)
 			chunk = next;
 		for (; chunk < toc->n_chunks && toc->chunks[chunk].stream_offset < piece.stream_offset + piece.length && missing < n; chunk++)
-			if (cache_has(&layer->cache, chunk))
+			if (!cache_has(&layer->cache, chunk)) {
+				if (!pending_held(pending, chunk))
+					ret_chunks[missing++] = chunk;
+			} else if (!pending) {
 				cache_touch(&layer->cache, chunk);
-			else if (!pending_held(pending, chunk))
-				ret_chunks[missing++] = chunk;
+			}
 		next = chunk;
 	}
 	return missing;

@@ -71,7 +71,8 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 def test_what_was_read_since_the_hand_came_by_stays_once(served: Served) -> None:
     served.read(0, CHUNKS)
-    assert served.turn() == 0, "everything was read"
+    served.read(0, CHUNKS)
+    assert served.turn() == 0, "everything was read again"
     served.read(10)
     served.read(80, 2)
     served.fetched()
@@ -85,6 +86,12 @@ def test_what_was_read_since_the_hand_came_by_stays_once(served: Served) -> None
     assert served.present() == 0
     served.read(10)
     assert served.fetched() == [10]
+
+
+def test_the_read_that_a_chunk_was_fetched_for_does_not_keep_it(served: Served) -> None:
+    served.read(0, CHUNKS)
+    served.read(20, 30)
+    assert served.turn() == CHUNK * (CHUNKS - 30)
 
 
 def test_room_on_the_disk_is_given_back(served: Served) -> None:
@@ -102,7 +109,6 @@ def test_room_on_the_disk_is_given_back(served: Served) -> None:
 
 def test_a_goal_is_reached_and_not_passed(served: Served) -> None:
     served.read(0, CHUNKS)
-    served.turn()
     swept = served.core.sweep(served.layer, 3 * CHUNK - 5)
     assert (swept.freed, swept.at_end) == (3 * CHUNK, False)
     swept = served.core.sweep(served.layer, 100 * CHUNK)
@@ -166,7 +172,6 @@ def test_the_next_process_goes_on_where_the_hand_was(tmp_path: Path) -> None:
         _slot, path = mounted.add_plan_of([layer])
         served = Served(mounted, tmp_path, layer, path / "f")
         served.read(0, CHUNKS)
-        served.turn()
         assert mounted.core.sweep(layer, 40 * CHUNK).freed == 40 * CHUNK
         served.read(45, 5)
     with opened(tmp_path) as files:
@@ -190,7 +195,7 @@ def test_a_process_that_is_killed_leaves_no_bit_of_a_punched_chunk(tmp_path: Pat
         "import os, sys; from pathlib import Path; from weefs.cachedir import opened; from weefs.core import Core\n"
         "core = Core()\n"
         "with opened(Path(sys.argv[1])) as files: layer = core.add_layer(files)\n"
-        "core.sweep(layer, 1 << 40); print(core.sweep(layer, 70 * 8192).freed, flush=True)\n"
+        "print(core.sweep(layer, 70 * 8192).freed, flush=True)\n"
         "os.kill(os.getpid(), 9)"
     )
     ended = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True)
@@ -210,7 +215,6 @@ def test_a_map_that_cannot_be_written_keeps_its_chunks(tmp_path: Path) -> None:
         with opened(tmp_path) as files:
             layer = mounted.core.add_layer(attrs.evolve(files, map_fd=read_only))
         os.close(read_only)
-        mounted.core.sweep(layer, EVERYTHING)
         with pytest.raises(core.CoreError, match="cannot free room"):
             mounted.core.sweep(layer, EVERYTHING)
         assert mounted.core.layer_info(layer).present_chunks == CHUNKS
@@ -270,7 +274,6 @@ def test_a_suspect_chunk_that_arrives_is_present_and_counted_once(tmp_path: Path
     info = core_.layer_info(layer)
     assert (info.present_chunks, info.suspect_chunks, info.room) == (1, CHUNKS - 1, len(CONTENT))
     assert core_.cache_used == len(CONTENT)
-    core_.sweep(layer, EVERYTHING)
     core_.sweep(layer, EVERYTHING)
     assert core_.cache_used == 0, "suspect ones go, too"
     core_.close()
