@@ -144,7 +144,8 @@ class DataPlane:
         self._copies = Copies(core, cache)
         self._fetcher = Fetcher(core, self._policy, self._report, self._close_idle, self.room, self._copies)
         self._readers: dict[str, _Reader] = {}
-        self._connections = Connections(per_host=self._policy.requests_at_once)
+        # A request that stalls must leave time for another one before the deadline.
+        self._connections = Connections(per_host=self._policy.requests_at_once, timeout_s=self._policy.deadline_s / 3)
         self._layers: dict[str, _Served] = {}
         self._by_slot: dict[LayerSlot, _Served] = {}
         self._plans: dict[str, _ServedPlan] = {}
