@@ -28,7 +28,7 @@ from weefs.protocol import Layer
 CHUNKS = 48
 READS = 12
 """While it fails; as many are read before, and all afterwards."""
-SLOW_BYTES_PER_S = 16 << 10
+SLOW_BYTES_PER_S = 8 << 10
 
 
 @attrs.define
