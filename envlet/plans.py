@@ -1,11 +1,12 @@
 """References to a plan: resolved through a bounded cache that outlives the daemon, checked by role, concatenated.
 
 A reference with a digest is resolved once. A tag is resolved again each time, because it moves; only if the registry
-is away does the last known digest serve, and `registry_away` counts it. Callers that want the same reference at once
-share one request.
+is away, or does not answer in time, does the last known digest serve, and `registry_away` counts it. Callers that want the same
+reference at once share one request.
 """
 
 import contextlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +22,9 @@ from envlet.errors import EnvletError
 from envlet.groups import first_error
 from envlet.ports import LayerRef, ResolvedGroup, Resolver
 from envlet.types import GroupInfo, PlanInfo, Role
+
+RESOLVED_AT_ONCE = 32
+"""Threads of their own: those that wait for a registry that says nothing must not be what the rest of the daemon waits for."""
 
 
 @attrs.frozen
@@ -92,7 +96,11 @@ class Plans:
         refs_path: Path,
         translate: Callable[[Exception, str], EnvletError | None],
         max_references: int = 4096,
+        patience_s: float = 3.0,
     ) -> None:
+        """`patience_s`: how long the registry is waited for when the reference is known, before what is known serves."""
+        self._patience_s = patience_s
+        self._threads = trio.CapacityLimiter(RESOLVED_AT_ONCE)
         self._resolver = resolver
         self._refs_path = refs_path
         self._translate = translate
@@ -165,8 +173,12 @@ class Plans:
         return flight.outcome
 
     async def _ask(self, reference: str, known: ResolvedGroup | None) -> ResolvedGroup:
+        group: ResolvedGroup | None = None
         try:
-            group = await trio.to_thread.run_sync(partial(self._resolver.resolve, reference), abandon_on_cancel=True)
+            with trio.move_on_after(math.inf if known is None else self._patience_s):
+                group = await trio.to_thread.run_sync(
+                    partial(self._resolver.resolve, reference), abandon_on_cancel=True, limiter=self._threads
+                )
         except Exception as error:
             failure = error if isinstance(error, EnvletError) else self._translate(error, reference)
             if failure is None:
@@ -175,6 +187,10 @@ class Plans:
                 self._counts["registry_away"] += 1
                 return known
             raise failure from error
+        if group is None:
+            assert known is not None
+            self._counts["registry_away"] += 1
+            return known
         self._counts["resolved"] += 1
         if known != group:
             self._known[reference] = group

@@ -4,6 +4,7 @@ documents.
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import msgspec
@@ -22,8 +23,8 @@ from envlet.execution import Capture, parse_report
 from envlet.mounted import MountedPlans
 from envlet.mounts import HIDDEN_CGROUP2, hybrid_unified, parse_mountinfo
 from envlet.overlay import mount_options
-from envlet.plans import Plans
-from envlet.ports import Fault, LayerRef, MountedPlan
+from envlet.plans import RESOLVED_AT_ONCE, Plans
+from envlet.ports import Fault, LayerRef, MountedPlan, ResolvedGroup
 from envlet.processes import wait_exit
 from envlet.runtime import read_log
 from envlet.server import may_use
@@ -464,6 +465,29 @@ def test_digests_are_resolved_once_and_tags_each_time(tmp_path: Path) -> None:
         assert later.statistics()["registry_away"] == 1
         with pytest.raises(EnvletError, match="new"):
             await later.resolve(["tag", "new"], "execution")
+
+    trio.run(main)
+
+
+def test_a_registry_that_says_nothing_is_not_waited_for_when_the_reference_is_known(tmp_path: Path) -> None:
+    """More at once than there are threads for it: nobody else's work waits, either."""
+    silent = threading.Event()
+
+    class Silent(TableResolver):
+        def resolve(self, reference: str) -> ResolvedGroup:
+            silent.wait()
+            return super().resolve(reference)
+
+    references = [f"tag{number}" for number in range(RESOLVED_AT_ONCE + 10)]
+
+    async def main() -> None:
+        resolver = TableResolver(**{reference: group(reference) for reference in references})
+        await Plans(resolver, tmp_path / "refs.json", translate).resolve(references, "execution")
+        plans = Plans(Silent(**resolver.groups), tmp_path / "refs.json", translate, patience_s=0.05)
+        plan = await plans.resolve(references, "execution")
+        assert [found.reference for found in plan.groups] == [group(reference).reference for reference in references]
+        assert plans.statistics()["registry_away"] == len(references)
+        silent.set()
 
     trio.run(main)
 
