@@ -156,6 +156,10 @@ class Client:
         """cache.verify."""
         return self.call("cache.verify", types.VerifyRequest(digest=digest), types.VerifyResult)
 
+    def doctor(self) -> types.DoctorResult:
+        """node.doctor."""
+        return self.call("node.doctor", types.DoctorRequest(), types.DoctorResult)
+
     def info(self) -> types.NodeInfo:
         """The node."""
         return self.call("node.info", types.InfoRequest(), types.NodeInfo)

@@ -60,6 +60,7 @@ from envlet.removal import remove_directories
 from envlet.runtime import Runtime, open_null
 from envlet.server import Server
 from envlet.types import (
+    CheckResult,
     CollectRequest,
     CollectResult,
     CreateRequest,
@@ -67,6 +68,8 @@ from envlet.types import (
     DeleteResult,
     DiffRequest,
     DiffResult,
+    DoctorRequest,
+    DoctorResult,
     EnvironmentInfo,
     ExecRequest,
     ExecResult,
@@ -311,6 +314,21 @@ class Daemon:
     async def verify(self, request: VerifyRequest) -> VerifyResult:
         """cache.verify."""
         return VerifyResult(layers=[*await self._data_plane.verify_cache(request.digest)])
+
+    async def doctor(self, request: DoctorRequest) -> DoctorResult:
+        """node.doctor."""
+        node, view = self._node, self._node.views.view
+        own = [
+            CheckResult(name="daemon", ok=True, detail=f"version {_version()}, answers"),
+            CheckResult(name="view", ok=view.kind == "kernel" or node.config.view == "merged", detail=f"{view.kind}: {view.reason}"),
+            CheckResult(name="runtime", ok=True, detail=f"{node.runtime.name} {node.runtime.version}, cgroups {node.layout.kind}"),
+        ]
+        begin_s = time.perf_counter()
+        try:
+            found = [*await self._data_plane.diagnose()]
+        except EnvletError as error:
+            found = [CheckResult(name="data plane", ok=False, detail=error.message, took_s=time.perf_counter() - begin_s)]
+        return DoctorResult(checks=[*own, *found])
 
     async def info(self, request: InfoRequest) -> NodeInfo:
         """node.info."""

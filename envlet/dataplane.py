@@ -38,7 +38,7 @@ from envlet.mounts import current_mounts
 from envlet.ports import Fault, LayerRef, MountedPlan
 from envlet.registry_errors import KINDS
 from envlet.syscalls import MNT_DETACH, umount
-from envlet.types import CheckedLayer, CollectedLayer
+from envlet.types import CheckedLayer, CheckResult, CollectedLayer
 from weefs import protocol
 from weefs.cachedir import has_ended
 
@@ -420,9 +420,7 @@ class WeefsDataPlane:
 
     # ---- what the daemon asks ----
 
-    async def _call(
-        self, request: type[protocol.AddPlan | protocol.RemovePlan | protocol.CollectCache | protocol.VerifyCache], **values: Any
-    ) -> Any:
+    async def _call(self, request: type[protocol.Request], **values: Any) -> Any:
         """Asks, and asks a successor again. Raises DataPlaneError; DataPlaneLost."""
         while True:
             connection = await self._current()
@@ -459,6 +457,9 @@ class WeefsDataPlane:
 
     async def verify_cache(self, digest: str | None) -> Sequence[CheckedLayer]:
         return msgspec.convert(await self._call(protocol.VerifyCache, digest=digest), list[CheckedLayer])
+
+    async def diagnose(self) -> Sequence[CheckResult]:
+        return msgspec.convert(await self._call(protocol.Diagnose), list[CheckResult])
 
     async def statistics(self) -> dict[str, Any]:
         """The process's own figures if it gives them in time; `serving` says whether it did."""

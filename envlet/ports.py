@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import attrs
 import trio
 
-from envlet.types import CheckedLayer, CollectedLayer
+from envlet.types import CheckedLayer, CheckResult, CollectedLayer
 
 
 @attrs.frozen
@@ -115,6 +115,10 @@ class DataPlane(Protocol):
 
     async def verify_cache(self, digest: str | None) -> Sequence[CheckedLayer]:
         """cache.verify."""
+        ...
+
+    async def diagnose(self) -> Sequence[CheckResult]:
+        """node.doctor, of the data plane."""
         ...
 
     async def statistics(self) -> dict[str, Any]:

@@ -256,6 +256,23 @@ class VerifyResult(Result, frozen=True, kw_only=True):
     layers: list[CheckedLayer]
 
 
+class DoctorRequest(Request, frozen=True, kw_only=True):
+    pass
+
+
+class CheckResult(Result, frozen=True, kw_only=True):
+    """Something that was tried."""
+
+    name: str
+    ok: bool
+    detail: Annotated[str, Meta(description="How it went, and what to do if it did not go well.")]
+    took_s: float = 0.0
+
+
+class DoctorResult(Result, frozen=True, kw_only=True):
+    checks: list[CheckResult]
+
+
 class RestartRequest(Request, frozen=True, kw_only=True):
     drain_s: Annotated[
         float, Meta(ge=0, le=86400, description="How long to wait for requests that run; new ones are refused meanwhile.")
@@ -311,6 +328,10 @@ METHODS: dict[str, Method] = {
             "Reads what is in the cache, compares it with its digests, and drops what is damaged. Takes as long as reading it does.",
         ),
         Method("node.info", InfoRequest, NodeInfo, "The node and its figures."),
+        Method(
+            "node.doctor", DoctorRequest, DoctorResult,
+            "Looks for what is wrong by doing what the node does: a range is fetched from each source that the cache has layers of.",
+        ),
         Method(
             "node.restart", RestartRequest, RestartResult,
             "Starts the daemon and the data plane anew, from what is installed now, under the environments: they notice a pause in reads "

@@ -41,6 +41,11 @@ def register(commands: Any) -> None:
     output.add_format(restart)
     restart.set_defaults(run=run_restart)
 
+    doctor = sub.add_parser("doctor", help="what is wrong, found by doing what the node does; status 1 if anything is")
+    add_socket(doctor)
+    output.add_format(doctor)
+    doctor.set_defaults(run=run_doctor)
+
     info = sub.add_parser("info", help="the running daemon in numbers")
     add_socket(info)
     output.add_format(info)
@@ -167,6 +172,24 @@ def run_metrics(arguments: argparse.Namespace) -> int:
     with Client(settings.socket_path(arguments.socket)) as client:
         sys.stdout.write(exposition(client.info()).decode())
     return exits.OK
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    from envlet.client import Client, as_json
+
+    with Client(settings.socket_path(arguments.socket)) as client:
+        result = client.doctor()
+    if arguments.format == "json":
+        output.print_json(as_json(result))
+    else:
+        output.print_table(
+            ("", "CHECK", "TOOK", "WHAT"),
+            [
+                ("ok" if one.ok else "WRONG", one.name, output.duration(one.took_s) if one.took_s else "", one.detail)
+                for one in result.checks
+            ],
+        )
+    return exits.OK if all(one.ok for one in result.checks) else exits.ERROR
 
 
 def run_info(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -40,6 +41,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = _parser().parse_args()
+    # Three for each open layer: the usual soft limit of 1,024 is for programs that use select(2).
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # ^C on a terminal and a service manager's SIGTERM reach the daemon too: it ends its environments first, then us.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

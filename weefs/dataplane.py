@@ -23,16 +23,17 @@ import zstandard
 
 from layerformat import FormatError, decode_footer, restore_toc
 from registry import Connections, Credentials, RangeReader, open_ranges
-from weefs.cachedir import CacheDirectory, LayerRecord, opened, verify_directory
+from weefs.cachedir import CacheDirectory, LayerRecord, list_layers, opened, verify_directory
 from weefs.copies import Copies
 from weefs.core import ChunkIndex, Core, CoreError, DamagedError, LayerSlot, Place, PlanInfo, PlanSlot, check_toc
 from weefs.core import CoreFault as CoreFault
+from weefs.doctor import check_cache, check_descriptors, check_sources
 from weefs.errors import LayerRefused, WeefsError
 from weefs.fetch import Fetcher, FetchPolicy, LayerSource, in_thread, read_patiently
 from weefs.images import Images, layer_name
 from weefs.journal import Journal, LayerAdded, LayerClosed, PlanAdded, PlanRemoved
 from weefs.log import say
-from weefs.protocol import FaultEvent, Layer, Plan, VerifiedLayer
+from weefs.protocol import Check, FaultEvent, Layer, Plan, VerifiedLayer
 from weefs.room import CacheBound, Room
 from weefs.traffic import LayerTraffic, source_kind
 
@@ -498,6 +499,12 @@ class DataPlane:
             except DamagedError:
                 damaged += 1
         return good, damaged
+
+    async def diagnose(self) -> list[Check]:
+        """What `weenv node doctor` asks the data plane."""
+        layers = await in_thread(lambda: [layer.record for layer in list_layers(self._cache.path)])
+        sources = await check_sources(layers, self._reader, self._release_reader)
+        return [check_cache(await self.room.measure()), check_descriptors(), *sources]
 
     # ---- reporting ----
 

@@ -89,6 +89,12 @@ class VerifyCache(msgspec.Struct, frozen=True, tag="verify_cache", tag_field="me
     digest: str | None = None
 
 
+class Diagnose(msgspec.Struct, frozen=True, tag="diagnose", tag_field="method", kw_only=True):
+    """Looks for what is wrong, by doing what the data plane does. The result is a list of `Check`."""
+
+    id: int
+
+
 class AcknowledgeFaults(msgspec.Struct, frozen=True, tag="acknowledge_faults", tag_field="method", kw_only=True):
     """Faults up to this number need not be repeated. It has no answer."""
 
@@ -102,7 +108,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", tag_field="method", 
     id: int
 
 
-Request = Hello | AddPlan | RemovePlan | GetStatistics | CollectCache | VerifyCache | AcknowledgeFaults | Shutdown
+Request = Hello | AddPlan | RemovePlan | GetStatistics | CollectCache | VerifyCache | Diagnose | AcknowledgeFaults | Shutdown
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +142,15 @@ class VerifiedLayer(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     good: int
     damaged: int
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that was tried, and how it went: one sentence."""
+
+    name: str
+    ok: bool
+    detail: str
+    took_s: float = 0.0
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):

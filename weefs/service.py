@@ -142,6 +142,8 @@ class Service:
                 return await self._plane.room.collect(target, dry_run=dry_run)
             case protocol.VerifyCache(digest=digest):
                 return await self._plane.verify(digest)
+            case protocol.Diagnose():
+                return await self._plane.diagnose()
 
     async def _answer(self, writer: asyncio.StreamWriter, request: protocol.Request) -> None:
         try:
