@@ -64,11 +64,13 @@ fuzz: setup build/fuzz/built
 	build/fuzz/fuzz_toc $(FUZZ_ARGS) -max_len=65536 build/fuzz/toc
 	build/fuzz/fuzz_fuse $(FUZZ_ARGS) -max_len=4096 build/fuzz/fuse
 
-# What is generated from the types: docs/api.md, docs/errors.md and docs/metrics.md.
+# What is generated: docs/api.md, docs/errors.md and docs/metrics.md from the types, and what is shipped for monitoring.
 docs: setup
 	$(BIN)/python -m tools.apidoc > docs/api.md
 	$(BIN)/python -m tools.apidoc errors > docs/errors.md
 	$(BIN)/python -m tools.apidoc metrics > docs/metrics.md
+	$(BIN)/python -m tools.dashboard grafana > deploy/grafana/weenv-node.json
+	$(BIN)/python -m tools.dashboard alerts > deploy/prometheus/weenv.rules.yml
 
 clean:
 	rm -rf build *.egg-info weefs/_core*.so weefs/_core.c envlet/weenv-init

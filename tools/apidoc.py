@@ -177,8 +177,8 @@ then `weenv_data_plane_serving` is 0 and its metrics are missing rather than old
 **Labels.** `operation`: of FUSE, as `lookup` or `read`. `source`: the kind of place that chunks come from, `registry` or `layout` (a local directory); others may be
 added. `served`: `cache` (all chunks were there) or `fetch` (the reader waited). No label tells an environment, a layer or a plan.
 
-**Worth an alert.** `weenv_data_plane_serving == 0`; `weenv_oldest_waiting_read_seconds` above `chunk_deadline_s`, or `weenv_oldest_handled_request_seconds` above a second;
-`rate(weenv_faults_total)`, `rate(weenv_data_plane_successors_total)`, `rate(weenv_chunks_total{result=~"unwritten|rejected"})` above 0.
+**Shipped.** A dashboard for Grafana, `deploy/grafana/weenv-node.json`, and alerts for Prometheus, `deploy/prometheus/weenv.rules.yml`, each with what to do. Both are made from
+`tools/dashboard.py`, and a test compares every query with the metrics of a running node.
 
 | metric | type | labels | meaning |
 |---|---|---|---|
