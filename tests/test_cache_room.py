@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -247,6 +250,37 @@ def test_a_cache_without_any_room_serves_from_memory(tmp_path: Path, layers: lis
             await mount.plane.room.measure()
             await asyncio.gather(*(read_at_random(mount, [0, 1], 50, seed) for seed in range(4)))
             assert mount.plane.statistics()["fuse"]["chunks_published"] == 0
+            assert not mount.faults
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem with room for one and a half of the layers."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    size = CHUNK * CHUNKS * 3 // 2
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], check=True)
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_disk_that_others_fill_costs_fetches_and_no_reader(small_disk: Path, layers: list[Layer]) -> None:
+    async def run() -> None:
+        async with mounted(small_disk / "m", layers[:2], bound=CacheBound(None, NO_FREE_MIN)) as mount:
+            await read_at_random(mount, [0, 1], 150, 1)
+            assert mount.plane.statistics()["fuse"]["evicted_bytes"] > 0, "both layers do not fit"
+            with (small_disk / "others").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:  # until it is full
+                    file.write(bytes(4096))
+            await asyncio.gather(*(read_at_random(mount, [0, 1], 50, seed) for seed in range(4)))
+            (small_disk / "others").unlink()
+            published = mount.plane.statistics()["fuse"]["chunks_published"]
+            await read_at_random(mount, [0, 1], 50, 9)
+            assert mount.plane.statistics()["fuse"]["chunks_published"] > published, "there is room again"
             assert not mount.faults
 
     asyncio.run(run())
