@@ -209,13 +209,16 @@ def main() -> None:
     fetched = waited + sum(source["ahead"] for source in plane["sources"].values())
     room = (arguments.cache_size - plane["cache"]["idle_bytes"]) // CHUNK
     print(f"{len(trace)} reads of {size(CHUNK)} in {took_s:.0f} s, each compared; {len(set(trace))} different chunks of {chunks}")
-    print(f"the cache took {size(watch.highest)} at most, of {size(arguments.cache_size)}; {size(plane['fuse']['evicted_bytes'])} evicted")
+    held = f"{100 * watch.highest / arguments.cache_size:.1f} % of its bound"
+    print(f"the cache took {size(watch.highest)} at most, {held}; {size(plane['fuse']['evicted_bytes'])} evicted")
     print(f"{plane['fuse']['chunks_unwritten']} chunks not kept for want of room; {plane['fuse']['reads_failed']} reads failed")
     best = belady(trace, room)
     hits = {"weefs": len(trace) - fetched} | {name: policy(trace, room) for name, policy in POLICIES.items()}
     rows = [(name, f"{100 * n / len(trace):.1f} %", f"{n / best:.3f}") for name, n in hits.items()]
     rows.append(("(weefs, reads that did not wait)", f"{100 * (len(trace) - waited) / len(trace):.1f} %", ""))
     print_table(("POLICY", "HITS", "OF THE OPTIMUM"), rows)
+    if watch.highest > arguments.cache_size:
+        raise SystemExit("the bound was not held")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ PANELS: tuple[Panel, ...] = (
             (_sum("weenv_cache_idle_bytes"), "of it unused layers and metadata"),
             (_sum("weenv_cache_capacity_bytes"), "capacity"),
         ),
-        "On its disk. Evicts above 95 % of its capacity.",
+        "On its disk. Evicts above 98 % of its capacity.",
     ),
     Panel(
         "Evicted", "Bps", ((_rate("weenv_cache_evicted_bytes_total"), "evicted"),),

@@ -37,8 +37,8 @@ class CacheBound:
 
     size_bytes: int | None = None
     free_min_bytes: int = 1 << 30
-    high_share: float = 0.95
-    low_share: float = 0.90
+    high_share: float = 0.98
+    low_share: float = 0.95
 
 
 @attrs.frozen
