@@ -11,7 +11,7 @@ import contextlib
 import os
 
 from weefs.cachedir import CacheDirectory
-from weefs.core import Core, CoreError, DamagedError, Miss
+from weefs.core import Core, Miss
 from weefs.fetch import in_thread
 from weefs.log import say
 
@@ -50,7 +50,7 @@ class Copies:
         self._numbers[digest], self._digests[self._last] = self._last, digest
         try:
             await in_thread(self._read_toc, digest, self._last)
-        except (CoreError, OSError) as error:  # it is of no use; whoever wants it finds out why
+        except OSError as error:  # of the core, too: it is of no use, and whoever wants it finds out why
             say(f"cache: {digest}: {error}")
             self.forget(digest)
 
@@ -75,7 +75,7 @@ class Copies:
     def take(self, miss: Miss, digest: str) -> bool:
         """Publishes the chunk from another layer's data, if it is there. Blocks."""
         for number, offset in self._core.find_copies(miss.layer, miss.chunk, self._numbers.get(digest, 0)):
-            with contextlib.suppress(OSError, DamagedError, KeyError):  # KeyError: that layer has left meanwhile
+            with contextlib.suppress(OSError, KeyError):  # KeyError: that layer has left meanwhile
                 if self._publish(miss, self._cache.directory(self._digests[number]) / "data", offset):
                     return True
         return False

@@ -22,7 +22,7 @@ import attrs
 from weefs.cachedir import CacheDirectory, list_layers, opened
 from weefs.core import Core, CoreError, LayerSlot, Swept, sweep_files
 from weefs.fetch import in_thread
-from weefs.log import say
+from weefs.log import say, say_traceback
 from weefs.protocol import RemovedLayer
 
 LOOKED_AT_S = 5.0
@@ -153,6 +153,8 @@ class Room:
                     await self.shrink(int(usage.capacity * self._bound.low_share))
             except OSError as error:
                 say(f"cache: cannot make room: {error}")
+            except Exception:  # a bug of ours costs room, not the node
+                say_traceback()
             self._wanted.clear()
             try:
                 async with asyncio.timeout(LOOKED_AT_S):
