@@ -26,6 +26,12 @@ class Copies:
         self._digests: dict[int, str] = {}
         self._last = 0
         self._added: asyncio.Queue[str] = asyncio.Queue()
+        self._known: set[str] = set()
+
+    @property
+    def known(self) -> int:
+        """How many layers."""
+        return len(self._known)
 
     async def run(self) -> None:
         """Gets to know whatever is in the cache, and what is added to it, until cancelled: it reads every TOC, for which nobody waits."""
@@ -38,21 +44,22 @@ class Copies:
         """A layer that is in the cache now."""
         self._added.put_nowait(digest)
 
-    @property
-    def known(self) -> int:
-        """How many layers."""
-        return len(self._numbers)
-
     async def _know(self, digest: str) -> None:
         if digest in self._numbers:
             return
         self._last += 1
-        self._numbers[digest], self._digests[self._last] = self._last, digest
+        number = self._last
+        self._numbers[digest], self._digests[number] = number, digest
         try:
-            await in_thread(self._read_toc, digest, self._last)
+            await in_thread(self._read_toc, digest, number)
         except OSError as error:  # of the core, too: it is of no use, and whoever wants it finds out why
             say(f"cache: {digest}: {error}")
             self.forget(digest)
+            return
+        if self._numbers.get(digest) == number:
+            self._known.add(digest)
+        else:  # it has left meanwhile
+            self._core.forget_layer(number)
 
     def _read_toc(self, digest: str, number: int) -> None:
         fd = os.open(self._cache.toc_path(digest), os.O_RDONLY | os.O_CLOEXEC)
@@ -67,6 +74,7 @@ class Copies:
         if number is not None:
             del self._digests[number]
             self._core.forget_layer(number)
+            self._known.discard(digest)
 
     def may_have(self, miss: Miss, digest: str) -> bool:
         """Whether another layer than `digest`, whose chunk it is, has one of its digest."""
