@@ -109,7 +109,7 @@ def test_info_for_people(groups: Groups, tmp_path: Path) -> None:
         node("env", "exec", environment, "--", "sh", "-c", "cat /usr/share/large > /dev/null")
         shown = node("node", "info")
         assert re.search(r"^reads +\d+ from the cache, [1-9]\d* waited, 0 failed$", shown, re.MULTILINE)
-        assert re.search(r"^misses +[1-9]\d* from registry, 0 from layout \(chunks\); \d+ more ahead", shown, re.MULTILINE)
+        assert re.search(r"^misses +[1-9]\d* from registry \(chunks\); \d+ more ahead", shown, re.MULTILINE)
         assert re.search(r"^requests +0 waiting$", shown, re.MULTILINE)
         assert re.search(r"^OPERATION +COUNT +ERRORS +P50 +P99$", shown, re.MULTILINE)
         for row in ("lookup", "read", "read, waited", "fetch, registry"):

@@ -32,7 +32,7 @@ def _plane_lines(plane: dict[str, Any]) -> list[str]:
     layers, fuse, process = plane["layers"].values(), plane["fuse"], plane["process"]
     fetched, stored = sum(layer["bytes"] for layer in layers), sum(layer["stored_bytes"] for layer in layers)
     from_cache = sum(plane["operations"].get("read", {"answered": {"buckets": []}})["answered"]["buckets"])
-    misses = ", ".join(f"{traffic['misses']} from {kind}" for kind, traffic in plane["sources"].items())
+    misses = ", ".join(f"{traffic['misses']} from {kind}" for kind, traffic in plane["sources"].items() if traffic["misses"]) or "0"
     ahead = sum(traffic["ahead"] for traffic in plane["sources"].values())
     oldest = f", the oldest since {output.duration(plane['oldest_waiting_s'])}" if plane["oldest_waiting_s"] else ""
     busy = f", a thread is busy with one since {output.duration(plane['oldest_handled_s'])}" if plane["oldest_handled_s"] > BUSY_S else ""
