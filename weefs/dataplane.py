@@ -39,6 +39,8 @@ from weefs.traffic import LayerTraffic, source_kind
 
 FOOTER_SIZE = 80
 MAX_TOC_BYTES = (4 << 30) - 1
+SHORTEST_TIMEOUT_S = 1.0
+"""To connect, and between two pieces of an answer: a machine under load is no stall."""
 SLOWEST_BYTES_PER_S = 128 << 10
 """What a TOC's deadline allows for: it may be large, and a slow link is no failure."""
 
@@ -146,7 +148,8 @@ class DataPlane:
         self._fetcher = Fetcher(core, self._policy, self._report, self._close_idle, self.room, self._copies)
         self._readers: dict[str, _Reader] = {}
         # A request that stalls must leave time for another one before the deadline.
-        self._connections = Connections(per_host=self._policy.requests_at_once, timeout_s=self._policy.deadline_s / 3)
+        timeout_s = max(SHORTEST_TIMEOUT_S, self._policy.deadline_s / 3)
+        self._connections = Connections(per_host=self._policy.requests_at_once, timeout_s=timeout_s)
         self._layers: dict[str, _Served] = {}
         self._by_slot: dict[LayerSlot, _Served] = {}
         self._plans: dict[str, _ServedPlan] = {}

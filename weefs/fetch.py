@@ -79,6 +79,7 @@ async def read_patiently(
     """
     loop = asyncio.get_running_loop()
     attempt = 0
+    before = ""
     while True:
         attempt += 1
         source.traffic.asked(metadata=metadata)
@@ -90,8 +91,9 @@ async def read_patiently(
             return received
         except TimeoutError:
             where = f"{size} bytes at {offset} of {source.digest}"
-            raise Unreachable(f"{where}: expected an answer within {policy.deadline_s:g} s, received none") from None
+            raise Unreachable(f"{where}: expected an answer within {policy.deadline_s:g} s, received none{before}") from None
         except Unreachable as error:
+            before = f"; the time before: {error}"
             delay_s = max(policy.delay_s(attempt), error.retry_after_s or 0.0)
             if loop.time() + delay_s >= deadline:
                 raise
