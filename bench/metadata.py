@@ -89,9 +89,11 @@ def all_ways(root: Path, scratch: Path, only: set[str]) -> Iterator[list[Way]]:
         yield ways
 
 
-def measure(ways: list[Way], packages: str, runs: int, *, cold: bool) -> None:
+def measure(ways: list[Way], packages: str, runs: int, only: list[str], *, cold: bool) -> None:
     rows = []
     for name, work in workloads(packages).items():
+        if only and name not in only:
+            continue
         times: dict[str, list[float]] = {way.name: [] for way in ways}
         for number in range(-1, runs):
             for way in ways:
@@ -139,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, nargs="?", default=Path("build/bench/tree"))
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--only", action="append", choices=[*workloads("")], help="default: all")
     parser.add_argument("--part", choices=("warm", "cold", "requests"), action="append", help="default: all")
     arguments = parser.parse_args()
     root = groups.made_once(arguments.root.absolute(), make_root)
@@ -148,10 +151,10 @@ def main() -> None:
     packages = packages_of(root)
     if "warm" in parts:
         with all_ways(root, scratch, {"merged", "kernel"}) as ways:
-            measure(ways, packages, arguments.runs, cold=False)
+            measure(ways, packages, arguments.runs, arguments.only or [], cold=False)
     if "cold" in parts:
         with all_ways(root, scratch, {"squashfs", "squashfuse_ll", "merged", "kernel"}) as ways:
-            measure(ways, packages, arguments.runs, cold=True)
+            measure(ways, packages, arguments.runs, arguments.only or [], cold=True)
     if "requests" in parts:
         for view in ("merged", "kernel"):
             count_requests(view, root, scratch)
