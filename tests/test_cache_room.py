@@ -31,17 +31,19 @@ def content(number: int) -> bytes:
     return make_content(CHUNK * CHUNKS, number, False)
 
 
+def pushed(directory: Path, name: str, files: dict[str, bytes]) -> Layer:
+    """A layer in a layout in that directory."""
+    reference = f"oci:{directory}/layout:{name}"
+    push_group(reference, [make_layer(directory, name, files)])
+    (layer,) = layers_of(resolve_group(reference))
+    return layer
+
+
 @pytest.fixture(scope="module")
 def layers(tmp_path_factory: pytest.TempPathFactory) -> list[Layer]:
-    """Four of them, in a layout."""
+    """Four of them."""
     directory = tmp_path_factory.mktemp("layers")
-    found = []
-    for number in range(4):
-        file = make_layer(directory, f"layer{number}", {f"f{number}": content(number)})
-        reference = f"oci:{directory}/layout:t{number}"
-        push_group(reference, [file])
-        found += layers_of(resolve_group(reference))
-    return found
+    return [pushed(directory, f"t{number}", {f"f{number}": content(number)}) for number in range(4)]
 
 
 async def read_all(mount: Mounted, number: int) -> None:
@@ -196,11 +198,7 @@ def test_a_new_version_takes_from_the_disk_what_it_shares_with_the_old_one(tmp_p
     """One of 40 chunks is another; and what of the old version was evicted meanwhile is fetched."""
     new = bytearray(content(0))
     new[CHUNK * 11] ^= 1
-    versions = []
-    for name, data in (("old", content(0)), ("new", bytes(new))):
-        file = make_layer(tmp_path, name, {"f0": data})
-        push_group(f"oci:{tmp_path}/layout:{name}", [file])
-        versions += layers_of(resolve_group(f"oci:{tmp_path}/layout:{name}"))
+    versions = [pushed(tmp_path, "old", {"f0": content(0)}), pushed(tmp_path, "new", {"f0": bytes(new)})]
 
     async def run() -> None:
         async with mounted(tmp_path / "m", versions[:1], keep_cache=True) as mount:
@@ -222,11 +220,7 @@ def test_a_new_version_takes_from_the_disk_what_it_shares_with_the_old_one(tmp_p
 
 
 def test_a_copy_that_is_damaged_is_not_taken(tmp_path: Path) -> None:
-    versions = []
-    for name in ("old", "new"):
-        file = make_layer(tmp_path, name, {"f0": content(0), name: b"so that it is another layer"})
-        push_group(f"oci:{tmp_path}/layout:{name}", [file])
-        versions += layers_of(resolve_group(f"oci:{tmp_path}/layout:{name}"))
+    versions = [pushed(tmp_path, name, {"f0": content(0), name: b"so that it is another layer"}) for name in ("old", "new")]
 
     async def run() -> None:
         async with mounted(tmp_path / "m", versions[:1], keep_cache=True) as mount:
