@@ -42,12 +42,19 @@ static void put(struct digests *digests, const struct digest_entry *entry)
 	digests->used++;
 }
 
-/* Puts all entries but those of `without` into a table that is at most half full with `more` further ones. */
+/* Whether a table of this size has room for so many: three quarters of it, where a digest that is not there is known not to be after 8 looks
+ * at neighbours. */
+static bool holds(uint64_t size, uint64_t entries)
+{
+	return 4 * entries <= 3 * size;
+}
+
+/* Puts all entries but those of `without` into a table that has room for `more` further ones. */
 static int rebuild(struct digests *digests, uint64_t more, uint32_t without)
 {
 	struct digests fresh = {.size = SMALLEST};
 
-	while (fresh.size < 2 * (digests->used + more))
+	while (!holds(fresh.size, digests->used + more))
 		fresh.size *= 2;
 	fresh.entries = calloc(fresh.size, sizeof(*fresh.entries));
 	if (!fresh.entries)
@@ -67,7 +74,7 @@ int digests_add(struct digests *digests, uint32_t layer, const struct toc *toc)
 	int r = 0;
 
 	pthread_mutex_lock(&digests->lock);
-	if (digests->size < 2 * (digests->used + toc->n_chunks) || !digests->entries)
+	if (!holds(digests->size, digests->used + toc->n_chunks) || !digests->entries)
 		r = rebuild(digests, toc->n_chunks, 0);
 	for (uint32_t i = 0; r == 0 && i < toc->n_chunks; i++) {
 		const struct toc_chunk *chunk = &toc->chunks[i];
