@@ -20,7 +20,7 @@ from weefs.cachedir import list_layers, opened
 from weefs.core import sweep_files
 from weefs.errors import LayerRefused
 from weefs.protocol import Layer
-from weefs.room import CacheBound
+from weefs.room import CacheBound, disk_bytes
 
 CHUNKS = 40
 """Of each layer's one file."""
@@ -125,6 +125,29 @@ def test_a_pinned_layer_stays_whatever_is_wanted(tmp_path: Path, layers: list[La
             assert found[layers[0].digest].pinned
             await read_all(mount, 1)
             assert not mount.faults
+
+    asyncio.run(run())
+
+
+def test_what_opens_and_closes_layers_does_not_look_through_the_cache(
+    tmp_path: Path, layers: list[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a thousand layers, that would be four thousand files each time. What is counted instead is right."""
+
+    async def run() -> None:
+        async with mounted(tmp_path / "m", [layers[0]]) as mount:
+            room = mount.plane.room
+            await room.measure()
+            looked_at: list[Path] = []
+            monkeypatch.setattr("weefs.room.disk_bytes", lambda path: looked_at.append(path) or disk_bytes(path))
+            for layer in layers[1:]:
+                plan = await mount.plane.add_plan([layer])
+                await mount.plane.remove_plan(plan.plan_id)
+            await read_all(mount, 0)
+            await wait_until(lambda: list(mount.plane.statistics()["layers"]) == [layers[0].digest])
+            assert looked_at == []
+            counted = room.usage.used
+            assert abs(counted - (await room.measure()).used) <= 64 << 10, "blocks of small files"
 
     asyncio.run(run())
 

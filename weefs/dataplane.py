@@ -242,7 +242,7 @@ class DataPlane:
         except OSError as error:  # of the core: what an image cannot hold; of the disk: what it has no room for
             return [], error.strerror or str(error)
         self._plan_images[name] = paths
-        await asyncio.to_thread(self._images.shrink, {path for used in self._plan_images.values() for path in used})
+        self.room.images_take(await asyncio.to_thread(self._images.shrink, {path for used in self._plan_images.values() for path in used}))
         return paths, ""
 
     async def remove_plan(self, name: str) -> None:
@@ -361,7 +361,7 @@ class DataPlane:
         with contextlib.suppress(CoreError):
             self._core.close_layer(slot)
         self._core.release_layer(place)
-        self.room.lacking()  # it looks again how much there is
+        self.room.lost_count()
 
     async def _open_layer(self, layer: Layer, source: LayerSource, place: Place) -> _Served:
         record = await asyncio.to_thread(self._cache.find, layer.digest)

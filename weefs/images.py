@@ -116,16 +116,23 @@ class Images:
             os.close(fd)
         return True
 
-    def shrink(self, used: Collection[Path]) -> None:
-        """Removes images that are not in `used`, the longest unused first, down to the bound. Blocks."""
+    def shrink(self, used: Collection[Path]) -> int:
+        """Removes images that are not in `used`, the longest unused first, down to the bound; the bytes on disk of those that are left.
+        Blocks.
+        """
         unused = []
+        left = 0
         for path in self._directory.glob("*.erofs"):
+            status = path.stat()
+            left += status.st_blocks * 512
             if path not in used:
-                unused.append((path.stat().st_mtime_ns, path))
+                unused.append((status.st_mtime_ns, status.st_blocks * 512, path))
         unused.sort()
-        for _, path in unused[: max(0, len(unused) - self._unused_max)]:
+        for _, size, path in unused[: max(0, len(unused) - self._unused_max)]:
             path.unlink()
+            left -= size
             self._counts["removed"] += 1
+        return left
 
 
 def _write_layer(toc_path: Path, name: str, fd: int) -> ImageInfo:

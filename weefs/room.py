@@ -14,7 +14,8 @@ import bisect
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
@@ -26,7 +27,9 @@ from weefs.log import say, say_traceback
 from weefs.protocol import RemovedLayer
 
 LOOKED_AT_S = 5.0
-"""How often the room is measured when nothing happens: others use the filesystem, too."""
+"""How often the filesystem is asked how much is free: others use it, too."""
+LOOKED_THROUGH_S = 60.0
+"""How often the whole cache is, whose size is otherwise counted: somebody may have deleted something."""
 
 
 @attrs.frozen
@@ -84,39 +87,57 @@ class Room:
         self._hand = ""
         self._found_empty: set[str] = set()
         self._idle = 0
+        self._images = 0
         self._capacity = sys.maxsize
         self._changes = 0
+        self._look_through_s = -float("inf")
         self.removed_layers = 0
 
     # ---- how much there is ----
 
     async def measure(self) -> Usage:
-        """Looks at the disk, and tells the core its limit."""
+        """Looks at every file of the cache, and tells the core its limit."""
         while True:
             changes = self._changes
             served = {digest for digest in self._cache.digests() if self._served(digest) is not None}
-            idle, free = await in_thread(self._look, served)
+            idle = await in_thread(self._look_through, served)
             if changes == self._changes:
                 break
-        used = idle + self._core.cache_used
-        capacity = max(0, used + free - self._bound.free_min_bytes)
-        if self._bound.size_bytes is not None:
-            capacity = min(capacity, self._bound.size_bytes)
-        self._idle, self._capacity = idle, capacity
-        self._set_limit()
-        return Usage(used, idle, capacity)
+        self._idle, self._images = idle
+        self._look_through_s = time.monotonic() + LOOKED_THROUGH_S
+        return self._look()
 
-    def _look(self, served: set[str]) -> tuple[int, int]:
-        idle = sum(disk_bytes(path) for path in (self._cache.path / "erofs").glob("*"))
+    def _look_through(self, served: set[str]) -> tuple[int, int]:
+        idle = 0
         for digest in self._cache.digests():
             directory = self._cache.directory(digest)
             names = ("toc", "map", "layer.json") if digest in served else ("toc", "map", "layer.json", "data")
             idle += sum(disk_bytes(directory / name) for name in names)
-        free = os.statvfs(self._cache.path)
-        return idle, free.f_bavail * free.f_frsize
+        return idle, sum(disk_bytes(path) for path in (self._cache.path / "erofs").glob("*"))
+
+    def _look(self) -> Usage:
+        """At what the filesystem has left."""
+        found = os.statvfs(self._cache.path)
+        used = self._unused + self._core.cache_used
+        capacity = max(0, used + found.f_bavail * found.f_frsize - self._bound.free_min_bytes)
+        if self._bound.size_bytes is not None:
+            capacity = min(capacity, self._bound.size_bytes)
+        self._capacity = capacity
+        self._set_limit()
+        return self.usage
 
     def _set_limit(self) -> None:
-        self._core.limit_cache(max(0, self._capacity - self._idle))
+        self._core.limit_cache(max(0, self._capacity - self._unused))
+
+    @property
+    def _unused(self) -> int:
+        """Bytes that are no chunks of served layers."""
+        return self._idle + self._images
+
+    def images_take(self, size: int) -> None:
+        """So many bytes, all images of metadata together."""
+        self._images = size
+        self._set_limit()
 
     def idle_changes(self, size: int) -> None:
         """This many bytes are of layers that are not served now, or (negative) are not any more. Said before the core gives them up and
@@ -129,7 +150,7 @@ class Room:
     @property
     def usage(self) -> Usage:
         """As last measured."""
-        return Usage(self._idle + self._core.cache_used, self._idle, self._capacity)
+        return Usage(self._unused + self._core.cache_used, self._unused, self._capacity)
 
     def statistics(self) -> dict[str, int | str]:
         """`path`: of the cache. Bytes as last measured; counters since the start."""
@@ -148,7 +169,7 @@ class Room:
         """Evicts until cancelled."""
         while True:
             try:
-                usage = await self.measure()
+                usage = self._look() if time.monotonic() < self._look_through_s else await self.measure()
                 if usage.used > usage.capacity * self._bound.high_share:
                     await self.shrink(int(usage.capacity * self._bound.low_share))
             except OSError as error:
@@ -164,7 +185,7 @@ class Room:
 
     def published(self) -> None:
         """Something was written: is it time to evict?"""
-        if self._idle + self._core.cache_used > self._capacity * self._bound.high_share:
+        if self._unused + self._core.cache_used > self._capacity * self._bound.high_share:
             self._wanted.set()
 
     def lacking(self) -> None:
@@ -173,32 +194,32 @@ class Room:
 
     async def make(self, size: int) -> None:
         """Sees to it that this many bytes can be written, if that can be. OSError."""
-        usage = await self.measure()
+        usage = self._look()
         if usage.used + size > usage.capacity:
             await self.shrink(min(usage.capacity - size, int(usage.capacity * self._bound.low_share)))
+
+    def lost_count(self) -> None:
+        """Something was undone halfway: the cache is looked through again."""
+        self._look_through_s = -float("inf")
+        self._wanted.set()
 
     async def shrink(self, target: int) -> int:
         """Evicts until at most `target` bytes are used, or nothing more can be; what was freed, bytes. OSError."""
         freed = 0
         async with self._turning:
+            digests = self._cache.digests()
+            at = bisect.bisect_left(digests, self._hand)
             fruitless = 0
-            while (excess := self._idle + self._core.cache_used - target) > 0:
-                digests = self._cache.digests()
-                if not digests or fruitless > 2 * len(digests):
-                    break
-                digest = self._under_hand(digests)
+            while (excess := self._unused + self._core.cache_used - target) > 0 and fruitless <= 2 * len(digests) and digests:
+                digest = digests[at % len(digests)]
                 swept = await self._sweep(digest, excess)
                 freed += swept.freed
                 fruitless = 0 if swept.freed else fruitless + 1
                 if swept.at_end:
-                    self._hand = digest + "."
+                    at += 1
+            self._hand = digests[at % len(digests)] if digests else ""
         self._core.count_evicted(freed)
         return freed
-
-    def _under_hand(self, digests: Sequence[str]) -> str:
-        """The first that is not before the hand."""
-        at = bisect.bisect_left(digests, self._hand)
-        return digests[at % len(digests)]
 
     async def _sweep(self, digest: str, goal: int) -> Swept:
         directory = self._cache.directory(digest)
@@ -206,7 +227,7 @@ class Room:
         if lock.locked():  # it is being opened or closed, by somebody who may be waiting for this room
             return Swept(0, at_end=True)
         async with lock:
-            if (directory / "pinned").exists():
+            if not directory.exists() or (directory / "pinned").exists():
                 return Swept(0, at_end=True)
             slot = self._served(digest)
             if slot is not None:
