@@ -20,6 +20,7 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -59,27 +60,15 @@ def choose(chunks: int, seed: int) -> Iterator[Chunk]:
 # what other policies would have had
 
 
-def lru(trace: Sequence[Chunk], room: int) -> int:
-    """Hits."""
+def oldest_out(trace: Sequence[Chunk], room: int, *, used: bool) -> int:
+    """Hits. Evicts what was fetched first, or with `used` what was not used for longest."""
     kept: OrderedDict[Chunk, None] = OrderedDict()
     hits = 0
     for chunk in trace:
         if chunk in kept:
             hits += 1
-            kept.move_to_end(chunk)
-            continue
-        kept[chunk] = None
-        if len(kept) > room:
-            kept.popitem(last=False)
-    return hits
-
-
-def fifo(trace: Sequence[Chunk], room: int) -> int:
-    kept: OrderedDict[Chunk, None] = OrderedDict()
-    hits = 0
-    for chunk in trace:
-        if chunk in kept:
-            hits += 1
+            if used:
+                kept.move_to_end(chunk)
             continue
         kept[chunk] = None
         if len(kept) > room:
@@ -108,7 +97,11 @@ def belady(trace: Sequence[Chunk], room: int) -> int:
     return hits
 
 
-POLICIES: dict[str, Callable[[Sequence[Chunk], int], int]] = {"LRU": lru, "FIFO": fifo, "Belady (optimum)": belady}
+POLICIES: dict[str, Callable[[Sequence[Chunk], int], int]] = {
+    "LRU": partial(oldest_out, used=True),
+    "FIFO": partial(oldest_out, used=False),
+    "Belady (optimum)": belady,
+}
 
 
 # reading

@@ -376,24 +376,12 @@ static bool is_random(const struct cache *cache, uint64_t size)
 int cache_read(struct cache *cache, uint64_t stream_offset, uint8_t *buffer, uint64_t size, bool large)
 {
 	int fd = large && is_random(cache, size) ? cache->random_fd : cache->data_fd;
+	int r = pread_whole(fd, buffer, size, stream_offset);
 
-	while (size) {
-		ssize_t n = pread(fd, buffer, size, (off_t)stream_offset);
-
-		if (n < 0 && errno == EINTR)
-			continue;
-		if (n == 0) {
-			int r = cache_void(cache);
-
-			return r ? r : -ESTALE;
-		}
-		if (n < 0)
-			return -errno;
-		buffer += n;
-		size -= (uint64_t)n;
-		stream_offset += (uint64_t)n;
-	}
-	return 0;
+	if (r != -EBADMSG)
+		return r;
+	r = cache_void(cache); /* it was cut off */
+	return r ? r : -ESTALE;
 }
 
 static void drop(const struct cache *cache, uint64_t begin, uint64_t end)

@@ -140,50 +140,28 @@ static int refused(struct weefs *w, int r)
 	return r;
 }
 
-static int publish_stored(struct weefs *w, struct layer *layer, uint32_t chunk, const uint8_t *stored, size_t size, struct weefs_error *error)
+/* Where the bytes of a chunk are: in memory as the blob has them or, when `stored` is NULL, uncompressed in a file. */
+struct arrival {
+	const uint8_t *stored;
+	size_t size;
+	int fd;
+	uint64_t offset;
+};
+
+static int publish_stored(struct weefs *w, struct layer *layer, uint32_t chunk, const struct arrival *arrival, struct weefs_error *error)
 {
 	cleanup_free uint8_t *buffer = NULL;
 	const uint8_t *raw = NULL;
-	int r = refused(w, cache_verify(&layer->cache, chunk, stored, size, &raw, &buffer, error));
+	int r = refused(w, cache_verify(&layer->cache, chunk, arrival->stored, arrival->size, &raw, &buffer, error));
 
 	return r ? r : publish(w, layer, chunk, raw, error);
 }
 
-int weefs_publish(struct weefs *w, uint32_t slot, uint32_t chunk, const uint8_t *stored, size_t size, struct weefs_error *error)
+static int publish_copy(struct weefs *w, struct layer *layer, uint32_t chunk, const struct arrival *arrival, struct weefs_error *error)
 {
-	struct layer *layer = layer_with_chunk(w, slot, chunk);
-	int r;
-
-	if (!layer)
-		return fail(error, -ENOENT, "no layer %u with a chunk %u", slot, chunk);
-	if (cache_has(&layer->cache, chunk))
-		r = publish(w, layer, chunk, NULL, error);
-	else
-		r = publish_stored(w, layer, chunk, stored, size, error);
-	super_unuse_layer(w, layer);
-	return r;
-}
-
-static int read_whole(int fd, uint8_t *buffer, size_t size, uint64_t offset)
-{
-	while (size) {
-		ssize_t n = pread(fd, buffer, size, (off_t)offset);
-
-		if (n < 0 && errno == EINTR)
-			continue;
-		if (n <= 0)
-			return n < 0 ? -errno : -EBADMSG;
-		buffer += n;
-		size -= (size_t)n;
-		offset += (uint64_t)n;
-	}
-	return 0;
-}
-
-static int publish_copy(struct weefs *w, struct layer *layer, uint32_t chunk, int fd, uint64_t offset, struct weefs_error *error)
-{
-	cleanup_free uint8_t *raw = malloc(layer->toc.chunks[chunk].raw_size);
-	int r = raw ? read_whole(fd, raw, layer->toc.chunks[chunk].raw_size, offset) : -ENOMEM;
+	uint32_t size = layer->toc.chunks[chunk].raw_size;
+	cleanup_free uint8_t *raw = malloc(size);
+	int r = raw ? pread_whole(arrival->fd, raw, size, arrival->offset) : -ENOMEM;
 
 	if (r)
 		return fail(error, r, "chunk %u: cannot read its copy: %s", chunk, strerror(-r));
@@ -191,7 +169,7 @@ static int publish_copy(struct weefs *w, struct layer *layer, uint32_t chunk, in
 	return r ? r : publish(w, layer, chunk, raw, error);
 }
 
-int weefs_publish_copy(struct weefs *w, uint32_t slot, uint32_t chunk, int fd, uint64_t offset, struct weefs_error *error)
+static int publish_arrival(struct weefs *w, uint32_t slot, uint32_t chunk, const struct arrival *arrival, struct weefs_error *error)
 {
 	struct layer *layer = layer_with_chunk(w, slot, chunk);
 	int r;
@@ -200,10 +178,22 @@ int weefs_publish_copy(struct weefs *w, uint32_t slot, uint32_t chunk, int fd, u
 		return fail(error, -ENOENT, "no layer %u with a chunk %u", slot, chunk);
 	if (cache_has(&layer->cache, chunk))
 		r = publish(w, layer, chunk, NULL, error);
+	else if (arrival->stored)
+		r = publish_stored(w, layer, chunk, arrival, error);
 	else
-		r = publish_copy(w, layer, chunk, fd, offset, error);
+		r = publish_copy(w, layer, chunk, arrival, error);
 	super_unuse_layer(w, layer);
 	return r;
+}
+
+int weefs_publish(struct weefs *w, uint32_t slot, uint32_t chunk, const uint8_t *stored, size_t size, struct weefs_error *error)
+{
+	return publish_arrival(w, slot, chunk, &(struct arrival){.stored = stored, .size = size}, error);
+}
+
+int weefs_publish_copy(struct weefs *w, uint32_t slot, uint32_t chunk, int fd, uint64_t offset, struct weefs_error *error)
+{
+	return publish_arrival(w, slot, chunk, &(struct arrival){.fd = fd, .offset = offset}, error);
 }
 
 int weefs_check_chunk(struct weefs *w, uint32_t slot, uint32_t chunk, struct weefs_error *error)

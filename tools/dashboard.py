@@ -40,20 +40,21 @@ class Alert:
     action: str
 
 
+def _of_nodes(metric: str, match: str = "") -> str:
+    """The metric of the chosen nodes, with a further matcher."""
+    return f"{metric}{{{NODES}{',' + match if match else ''}}}"
+
+
+def _sum(metric: str, by: str = "", match: str = "", *, inner: str = "{}") -> str:
+    return f"sum{f' by ({by})' if by else ''} ({inner.format(_of_nodes(metric, match))})"
+
+
 def _rate(metric: str, by: str = "", match: str = "") -> str:
-    selector = f"{metric}{{{NODES}{',' + match if match else ''}}}"
-    grouped = f" by ({by})" if by else ""
-    return f"sum{grouped} (rate({selector}[$__rate_interval]))"
+    return _sum(metric, by, match, inner="rate({}[$__rate_interval])")
 
 
 def _quantile(share: float, metric: str, by: str = "") -> str:
-    inner = _rate(f"{metric}_bucket", f"le,{by}" if by else "le")
-    return f"histogram_quantile({share}, {inner})"
-
-
-def _sum(metric: str, by: str = "", match: str = "") -> str:
-    grouped = f" by ({by})" if by else ""
-    return f"sum{grouped} ({metric}{{{NODES}{',' + match if match else ''}}})"
+    return f"histogram_quantile({share}, {_rate(f'{metric}_bucket', f'le,{by}' if by else 'le')})"
 
 
 PANELS: tuple[Panel, ...] = (
