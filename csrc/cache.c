@@ -268,6 +268,7 @@ static int cache_void(struct cache *cache)
 			atomic_store(&cache->bits[BITS_PRESENT][i], 0);
 			atomic_store(&cache->bits[BITS_SUSPECT][i], 0);
 		}
+		cache_spoil(cache, 0, cache->toc->n_chunks);
 		atomic_fetch_add(&cache->times_lost, 1);
 		atomic_store(&cache->present_chunks, 0);
 		atomic_store(&cache->present_stored, 0);

@@ -41,6 +41,14 @@
 
 enum cache_bitmap { BITS_PRESENT, BITS_TOUCHED, BITS_SUSPECT, BITMAPS };
 
+/* Ranges of the stream that are being sent to peers, straight from the data file: the clock passes their chunks over. */
+#define CACHE_HOLDS 64u
+
+struct cache_hold {
+	uint32_t first, end;	/* chunks; empty: the place is free */
+	bool spoiled;		/* one of them was lost all the same: it was damaged, or the file was cut off */
+};
+
 /* Of all caches of a node. `used`: the room of their present and suspect chunks, and of those that are being written. Bytes. */
 struct cache_budget {
 	_Atomic uint64_t used, limit;
@@ -57,6 +65,7 @@ struct cache {
 	_Atomic uint64_t room;		/* of the present and the suspect chunks, in the budget */
 	struct cache_budget *budget;	/* NULL: unbounded */
 	uint32_t hand;			/* the clock's: the next chunk that it looks at */
+	struct cache_hold holds[CACHE_HOLDS];	/* under `lock` */
 };
 
 /* Takes duplicates of both descriptors; cache_close() takes NULL and half-opened ones. */
@@ -132,6 +141,16 @@ int cache_sweep(struct cache *cache, uint64_t goal, uint64_t *ret_freed);
 /* Reads a present or suspect chunk and compares its digest. 1: right, and present. 0: it is not there. -EBADMSG: it was damaged, and is
  * dropped. */
 int cache_check(struct cache *cache, uint32_t chunk, struct weefs_error *error);
+
+/* Keeps chunks that are present from being evicted until cache_unhold(): returns the number of the hold. -ENODATA: one is absent. -EBUSY: there
+ * are CACHE_HOLDS already. */
+int cache_hold(struct cache *cache, uint32_t first, uint32_t end);
+
+/* 0: all were there all the time. -ESTALE: not. */
+int cache_unhold(struct cache *cache, uint32_t hold);
+
+/* Under the lock: these chunks are lost, whoever holds them. */
+void cache_spoil(struct cache *cache, uint32_t first, uint32_t end);
 
 /* Begins to write a chunk back; and drops one whose writing was begun long ago. */
 void cache_settle(const struct cache *cache, uint32_t chunk);

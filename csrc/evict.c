@@ -86,6 +86,51 @@ static int drop(struct cache *cache, uint64_t word, uint64_t chunks, uint64_t *r
 	return r;
 }
 
+static bool is_held(const struct cache *cache, uint32_t chunk)
+{
+	for (uint32_t i = 0; i < CACHE_HOLDS; i++)
+		if (cache->holds[i].first <= chunk && chunk < cache->holds[i].end)
+			return true;
+	return false;
+}
+
+int cache_hold(struct cache *cache, uint32_t first, uint32_t end)
+{
+	int r = -EBUSY;
+
+	pthread_mutex_lock(&cache->lock);
+	for (uint32_t i = 0; r == -EBUSY && i < CACHE_HOLDS; i++)
+		if (cache->holds[i].first >= cache->holds[i].end)
+			r = (int)i;
+	for (uint32_t chunk = first; r >= 0 && chunk < end; chunk++)
+		if (!cache_has(cache, chunk))
+			r = -ENODATA;
+	if (r >= 0)
+		cache->holds[r] = (struct cache_hold){.first = first, .end = end};
+	pthread_mutex_unlock(&cache->lock);
+	for (uint32_t chunk = first; r >= 0 && chunk < end; chunk++)
+		cache_touch(cache, chunk);
+	return r;
+}
+
+int cache_unhold(struct cache *cache, uint32_t hold)
+{
+	int r;
+
+	pthread_mutex_lock(&cache->lock);
+	r = cache->holds[hold].spoiled ? -ESTALE : 0;
+	cache->holds[hold] = (struct cache_hold){0};
+	pthread_mutex_unlock(&cache->lock);
+	return r;
+}
+
+void cache_spoil(struct cache *cache, uint32_t first, uint32_t end)
+{
+	for (uint32_t i = 0; i < CACHE_HOLDS; i++)
+		if (cache->holds[i].first < end && first < cache->holds[i].end)
+			cache->holds[i].spoiled = true;
+}
+
 /* From the hand to the end of its word, at most. */
 static int sweep_word(struct cache *cache, uint64_t goal, uint64_t *ret_freed)
 {
@@ -96,7 +141,7 @@ static int sweep_word(struct cache *cache, uint64_t goal, uint64_t *ret_freed)
 		uint32_t chunk = cache->hand++;
 		uint64_t bit = UINT64_C(1) << chunk % WORD_BITS;
 
-		if (!(there & bit) || atomic_fetch_and(&cache->bits[BITS_TOUCHED][word], ~bit) & bit)
+		if (!(there & bit) || is_held(cache, chunk) || atomic_fetch_and(&cache->bits[BITS_TOUCHED][word], ~bit) & bit)
 			continue;
 		victims |= bit;
 		room += cache_chunk_room(cache, chunk);
@@ -126,8 +171,10 @@ static int drop_damaged(struct cache *cache, uint32_t chunk, uint32_t times_lost
 	int r = -EAGAIN;
 
 	pthread_mutex_lock(&cache->lock);
-	if (cache_times_lost(cache) == times_lost)
+	if (cache_times_lost(cache) == times_lost) {
+		cache_spoil(cache, chunk, chunk + 1);
 		r = drop(cache, chunk / WORD_BITS, UINT64_C(1) << chunk % WORD_BITS, &freed);
+	}
 	pthread_mutex_unlock(&cache->lock);
 	return r ? r : -EBADMSG;
 }

@@ -488,7 +488,8 @@ static struct weefs_miss miss_of(const struct layer *layer, uint32_t chunk)
 				   .chunk = chunk,
 				   .stored_size = record->stored_size,
 				   .raw_size = record->raw_size,
-				   .blob_offset = record->blob_offset};
+				   .blob_offset = record->blob_offset,
+				   .stream_offset = record->stream_offset};
 }
 
 uint32_t miss_take(struct miss_queue *queue, struct weefs_miss *ret_misses, uint32_t n)

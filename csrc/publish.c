@@ -140,9 +140,9 @@ static int refused(struct weefs *w, int r)
 	return r;
 }
 
-/* Where the bytes of a chunk are: in memory as the blob has them or, when `stored` is NULL, uncompressed in a file. */
+/* Where the bytes of a chunk are: in memory as the blob has them, in memory uncompressed, or uncompressed in a file. */
 struct arrival {
-	const uint8_t *stored;
+	const uint8_t *stored, *raw; /* both NULL: in the file */
 	size_t size;
 	int fd;
 	uint64_t offset;
@@ -155,6 +155,18 @@ static int publish_stored(struct weefs *w, struct layer *layer, uint32_t chunk, 
 	int r = refused(w, cache_verify(&layer->cache, chunk, arrival->stored, arrival->size, &raw, &buffer, error));
 
 	return r ? r : publish(w, layer, chunk, raw, error);
+}
+
+static int publish_raw(struct weefs *w, struct layer *layer, uint32_t chunk, const struct arrival *arrival, struct weefs_error *error)
+{
+	uint32_t expected = layer->toc.chunks[chunk].raw_size;
+	int r;
+
+	if (arrival->size != expected)
+		r = fail(error, -EBADMSG, "chunk %u: expected %u bytes, received %zu", chunk, expected, arrival->size);
+	else
+		r = cache_verify_raw(&layer->cache, chunk, arrival->raw, error);
+	return r ? refused(w, r) : publish(w, layer, chunk, arrival->raw, error);
 }
 
 static int publish_copy(struct weefs *w, struct layer *layer, uint32_t chunk, const struct arrival *arrival, struct weefs_error *error)
@@ -180,6 +192,8 @@ static int publish_arrival(struct weefs *w, uint32_t slot, uint32_t chunk, const
 		r = publish(w, layer, chunk, NULL, error);
 	else if (arrival->stored)
 		r = publish_stored(w, layer, chunk, arrival, error);
+	else if (arrival->raw)
+		r = publish_raw(w, layer, chunk, arrival, error);
 	else
 		r = publish_copy(w, layer, chunk, arrival, error);
 	super_unuse_layer(w, layer);
@@ -191,9 +205,46 @@ int weefs_publish(struct weefs *w, uint32_t slot, uint32_t chunk, const uint8_t 
 	return publish_arrival(w, slot, chunk, &(struct arrival){.stored = stored, .size = size}, error);
 }
 
+int weefs_publish_raw(struct weefs *w, uint32_t slot, uint32_t chunk, const uint8_t *raw, size_t size, struct weefs_error *error)
+{
+	return publish_arrival(w, slot, chunk, &(struct arrival){.raw = raw, .size = size}, error);
+}
+
 int weefs_publish_copy(struct weefs *w, uint32_t slot, uint32_t chunk, int fd, uint64_t offset, struct weefs_error *error)
 {
 	return publish_arrival(w, slot, chunk, &(struct arrival){.fd = fd, .offset = offset}, error);
+}
+
+int weefs_chunks_at(struct weefs *w, uint32_t slot, uint64_t offset, uint64_t size, uint32_t *ret_first, uint32_t *ret_end)
+{
+	struct layer *layer = super_use_layer(w, slot);
+	uint64_t stream_size = layer ? layer->toc.header->stream_size : 0;
+	int r = !layer ? -ENOENT : size == 0 || offset >= stream_size || size > stream_size - offset ? -ERANGE : 0;
+
+	if (r == 0) {
+		*ret_first = toc_chunk_at(&layer->toc, offset);
+		*ret_end = toc_chunk_at(&layer->toc, offset + size - 1) + 1;
+	}
+	super_unuse_layer(w, layer);
+	return r;
+}
+
+int weefs_hold(struct weefs *w, uint32_t slot, uint32_t first, uint32_t end)
+{
+	struct layer *layer = super_use_layer(w, slot);
+	int r = !layer ? -ENOENT : first >= end || end > layer->toc.n_chunks ? -ERANGE : cache_hold(&layer->cache, first, end);
+
+	super_unuse_layer(w, layer);
+	return r;
+}
+
+int weefs_unhold(struct weefs *w, uint32_t slot, uint32_t hold)
+{
+	struct layer *layer = super_use_layer(w, slot);
+	int r = !layer ? -ENOENT : hold >= CACHE_HOLDS ? -ERANGE : cache_unhold(&layer->cache, hold);
+
+	super_unuse_layer(w, layer);
+	return r;
 }
 
 int weefs_check_chunk(struct weefs *w, uint32_t slot, uint32_t chunk, struct weefs_error *error)

@@ -44,6 +44,7 @@ struct weefs_miss {
 	uint32_t stored_size;	/* bytes in the blob */
 	uint32_t raw_size;	/* bytes in the stream */
 	uint64_t blob_offset;
+	uint64_t stream_offset;
 };
 
 /* A READ that will be answered with EIO; its reader waits until weefs_answer_faults(). */
@@ -247,6 +248,17 @@ int weefs_publish(struct weefs *w, uint32_t layer, uint32_t chunk, const uint8_t
 
 /* The same of a chunk that a file holds, uncompressed, at `offset`: that of another layer. -EBADMSG: it does not. */
 int weefs_publish_copy(struct weefs *w, uint32_t layer, uint32_t chunk, int fd, uint64_t offset, struct weefs_error *ret_error);
+
+/* The same of a chunk's bytes in the stream, uncompressed, from a peer. -EBADMSG: they are not. */
+int weefs_publish_raw(struct weefs *w, uint32_t layer, uint32_t chunk, const uint8_t *raw, size_t size, struct weefs_error *ret_error);
+
+/* For sending bytes of the stream straight from the data file. weefs_chunks_at(): the chunks that cover a range, which may not be empty; -ERANGE:
+ * it is not inside of the stream. weefs_hold(): keeps chunks from being evicted until weefs_unhold() gets what it returned; -ENODATA: one of
+ * them is absent; -EBUSY: too many ranges of the layer are held. weefs_unhold(): 0, or -ESTALE when one was lost all the same, since it was
+ * found damaged or the file was cut off. The caller keeps the layer from being closed. */
+int weefs_chunks_at(struct weefs *w, uint32_t layer, uint64_t offset, uint64_t size, uint32_t *ret_first, uint32_t *ret_end);
+int weefs_hold(struct weefs *w, uint32_t layer, uint32_t first, uint32_t end);
+int weefs_unhold(struct weefs *w, uint32_t layer, uint32_t hold);
 
 /* What the cache may have copies of, by the digests of its chunks. weefs_know_layer() adds those of a layer, served or not, with a raw TOC in
  * `toc_fd`, under the caller's number for it, not 0. weefs_find_copies(): up to `n` places of a chunk in layers of other numbers than `but`.

@@ -58,6 +58,8 @@ class Miss:
     blob_offset: int
     stored_size: int
     raw_size: int
+    stream_offset: int = 0
+    """In the layer's logical stream, where it is not compressed."""
 
 
 @attrs.frozen
@@ -413,6 +415,33 @@ class Core:
         published = lib.weefs_publish(self._weefs, layer, chunk, ffi.from_buffer(stored), len(stored), error)
         return not _check(published, error, f"chunk {chunk}")
 
+    def publish_raw(self, layer: LayerSlot, chunk: ChunkIndex, raw: bytes | memoryview) -> bool:
+        """publish() of a chunk's bytes in the stream, uncompressed: from a peer."""
+        error = ffi.new("struct weefs_error *")
+        published = lib.weefs_publish_raw(self._weefs, layer, chunk, ffi.from_buffer(raw), len(raw), error)
+        return not _check(published, error, f"chunk {chunk}")
+
+    def chunks_at(self, layer: LayerSlot, offset: int, size: int) -> range:
+        """The chunks that cover a range of the stream, bytes. CoreError ERANGE: it is not inside of it, or empty."""
+        first, end = ffi.new("uint32_t *"), ffi.new("uint32_t *")
+        _check(lib.weefs_chunks_at(self._weefs, layer, offset, size, first, end), None, f"{size} bytes at {offset} of the stream")
+        return range(first[0], end[0])
+
+    def hold(self, layer: LayerSlot, chunks: range) -> int | None:
+        """Keeps chunks from being evicted until unhold() is given what this returns. None: one of them is absent. The caller keeps the
+        layer from being closed. CoreError EBUSY: too much of the layer is held.
+        """
+        held = lib.weefs_hold(self._weefs, layer, chunks.start, chunks.stop)
+        return None if held == -errno.ENODATA else _check(held, None, f"chunks {chunks.start} to {chunks.stop - 1}")
+
+    def unhold(self, layer: LayerSlot, hold: int) -> bool:
+        """False: a chunk was lost all the same, since it was found damaged or the data file was cut off."""
+        ended = lib.weefs_unhold(self._weefs, layer, hold)
+        if ended == -errno.ESTALE:
+            return False
+        _check(ended, None, f"hold {hold}")
+        return True
+
     def publish_copy(self, layer: LayerSlot, chunk: ChunkIndex, fd: int, offset: int) -> bool:
         """publish() of a chunk that is, uncompressed, at `offset` of an open file: that of another layer."""
         error = ffi.new("struct weefs_error *")
@@ -543,4 +572,4 @@ def _sum(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 def _miss(miss: object) -> Miss:
     m = miss
-    return Miss(LayerSlot(m.layer), ChunkIndex(m.chunk), m.blob_offset, m.stored_size, m.raw_size)  # type: ignore[attr-defined]
+    return Miss(LayerSlot(m.layer), ChunkIndex(m.chunk), m.blob_offset, m.stored_size, m.raw_size, m.stream_offset)  # type: ignore[attr-defined]
