@@ -17,7 +17,7 @@ ORDER = ("layerformat", "registry", "weefs", "envlet", "tools")
 LIBRARIES = {
     "layerformat": {"attr", "attrs", "isal", "zstandard"},
     "registry": {"attr", "attrs", "msgspec", "oras", "requests", "aiohttp"},
-    "weefs": {"attr", "attrs", "msgspec", "cffi", "zstandard", "pyfuse3", "trio"},
+    "weefs": {"attr", "attrs", "msgspec", "cffi", "zstandard", "pyfuse3", "trio", "aiohttp", "dns"},
     "envlet": {"attr", "attrs", "h11", "msgspec", "prometheus_client", "trio", "psutil"},
     "tools": {"attr", "attrs", "jinja2", "msgspec", "rich", "trio", "zstandard"},
 }
@@ -27,7 +27,8 @@ ONLY_IN = {
     "cffi": {"weefs/core_build.py"},
     "oras": {"registry/remote.py"},
     "requests": {"registry/remote.py"},
-    "aiohttp": {"registry/http_ranges.py"},
+    "aiohttp": {"registry/http_ranges.py", "weefs/peerclient.py", "weefs/peerserver.py", "weefs/etcd.py"},
+    "dns": {"weefs/members.py"},
     "h11": {"envlet/metrics_server.py"},
     "prometheus_client": {"envlet/metrics.py"},
     "jinja2": {"tools/recipes/templates.py"},

@@ -11,10 +11,13 @@ import resource
 import signal
 from pathlib import Path
 
+import msgspec
+
 from registry import RegistryError, load_credentials
 from weefs.errors import WeefsError
 from weefs.fetch import FetchPolicy
 from weefs.log import say, say_traceback
+from weefs.peerconfig import PeersConfig
 from weefs.room import CacheBound
 from weefs.service import first_cause, serve
 
@@ -35,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--deadline", type=float, default=FetchPolicy().deadline_s, metavar="S", help="seconds until a chunk is given up"
     )
+    parser.add_argument("--peers", metavar="JSON", help="weefs.peerconfig.PeersConfig; default: there are none")
     parser.add_argument("--no-resend", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -62,6 +66,7 @@ def main() -> None:
                 policy=FetchPolicy(deadline_s=arguments.deadline),
                 credentials=credentials,
                 resend=not arguments.no_resend,
+                peers=msgspec.json.decode(arguments.peers, type=PeersConfig) if arguments.peers is not None else None,
             )
         )
     except BaseException as error:

@@ -34,6 +34,9 @@ from weefs.errors import CacheError, LayerRefused
 MAP_HEADER_SIZE = 4096
 MAP_MAGIC = b"WEENVMAP"
 
+LENT_MARK = "lent"
+"""A file beside a layer's: its TOC is the one that a peer described, and no manifest has said so yet."""
+
 
 class LayerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """layer.json. Sizes in bytes; the digests are `sha256:` + hex, the TOC's is that of its raw bytes."""
@@ -147,13 +150,15 @@ class CacheDirectory:
             return None
         return record
 
-    def create(self, record: LayerRecord, toc: bytes) -> None:
-        """Adds a layer whose raw TOC the caller has verified."""
+    def create(self, record: LayerRecord, toc: bytes, *, lent: bool = False) -> None:
+        """Adds a layer whose raw TOC the caller has verified. `lent`: with LENT_MARK."""
         final = self.path / "layers" / directory_name(record.digest)
         fresh = final.with_suffix(".new")
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
         (fresh / "toc").write_bytes(toc)
+        if lent:
+            (fresh / LENT_MARK).touch()
         (fresh / "layer.json").write_bytes(msgspec.json.encode(record))
         for name in ("data", "map"):
             (fresh / name).touch()

@@ -14,7 +14,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import attrs
@@ -23,7 +23,7 @@ import zstandard
 
 from layerformat import FormatError, decode_footer, restore_toc
 from registry import Connections, Credentials, RangeReader, open_ranges
-from weefs.cachedir import CacheDirectory, LayerRecord, list_layers, opened, verify_directory
+from weefs.cachedir import LENT_MARK, CacheDirectory, LayerRecord, list_layers, opened, verify_directory
 from weefs.copies import Copies
 from weefs.core import ChunkIndex, Core, CoreError, DamagedError, LayerSlot, Place, PlanInfo, PlanSlot, check_toc
 from weefs.core import CoreFault as CoreFault
@@ -32,10 +32,15 @@ from weefs.errors import LayerRefused, WeefsError
 from weefs.fetch import Fetcher, FetchPolicy, LayerSource, in_thread, read_patiently
 from weefs.images import Images, layer_name
 from weefs.journal import Journal, LayerAdded, LayerClosed, PlanAdded, PlanRemoved
+from weefs.lending import Borrowed
 from weefs.log import say
+from weefs.peerconfig import PeersConfig
 from weefs.protocol import Check, FaultEvent, Layer, Plan, VerifiedLayer
 from weefs.room import CacheBound, Room
 from weefs.traffic import LayerTraffic, source_kind
+
+if TYPE_CHECKING:
+    from weefs.peering import Peering
 
 FOOTER_SIZE = 80
 MAX_TOC_BYTES = (4 << 30) - 1
@@ -43,6 +48,8 @@ SHORTEST_TIMEOUT_S = 1.0
 """To connect, and between two pieces of an answer: a machine under load is no stall."""
 SLOWEST_BYTES_PER_S = 128 << 10
 """What a TOC's deadline allows for: it may be large, and a slow link is no failure."""
+
+NO_PEERS: dict[str, Any] = {"members": [], "served_bytes": 0, "received_bytes": 0, "hedges": 0, "lies": 0}
 
 
 @attrs.frozen
@@ -114,6 +121,30 @@ def plan_id(layers: Sequence[Layer]) -> str:
     return hashlib.sha256("\n".join(layer.digest for layer in layers).encode()).hexdigest()[:32]
 
 
+@attrs.frozen
+class _Lender:
+    """What peering needs of a data plane."""
+
+    _plane: DataPlane
+
+    async def borrow(self, digest: str, layer: Layer | None) -> Borrowed | None:
+        served = await self._plane._borrow(digest, layer)
+        return None if served is None else Borrowed(served.slot, self._plane._cache.directory(digest) / "data", served.toc_digest, served)
+
+    def give_back(self, borrowed: Borrowed) -> None:
+        self._plane._give_back([borrowed.owner])
+
+    def describe(self, digest: str) -> Layer | None:
+        served = self._plane._layers.get(digest)
+        return None if served is None else msgspec.structs.replace(served.layer, toc_digest=served.toc_digest)
+
+    def sources(self) -> set[str]:
+        return {*self._plane._readers}
+
+    async def bring(self, slot: LayerSlot, chunks: list[ChunkIndex], *, claim: bool) -> None:
+        await self._plane._fetcher.bring(slot, chunks, claim=claim)
+
+
 class DataPlane:
     """Everything behind one mount.
 
@@ -133,8 +164,9 @@ class DataPlane:
         credentials: Credentials | None = None,
         on_fault: Callable[[FaultEvent], None] | None = None,
         journal: Journal | None = None,
+        peers: PeersConfig | None = None,
     ) -> None:
-        """`on_fault` is called while the reader still waits: it gets its error afterwards."""
+        """`on_fault` is called while the reader still waits: it gets its error afterwards. PeersRefused."""
         self._core = core
         self._cache = cache
         self._credentials = credentials
@@ -145,7 +177,8 @@ class DataPlane:
             core, cache, bound or CacheBound(), self._slot_of, lambda digest: self._lock(f"layer {digest}"), self._forget_copies
         )
         self._copies = Copies(core, cache)
-        self._fetcher = Fetcher(core, self._policy, self._report, self._close_idle, self.room, self._copies)
+        self.peering = self._make_peering(peers) if peers is not None else None
+        self._fetcher = Fetcher(core, self._policy, self._report, self._close_idle, self.room, self._copies, self.peering)
         self._readers: dict[str, _Reader] = {}
         # A request that stalls must leave time for another one before the deadline.
         timeout_s = max(SHORTEST_TIMEOUT_S, self._policy.deadline_s / 3)
@@ -164,6 +197,13 @@ class DataPlane:
             tasks.create_task(self.room.run())
             tasks.create_task(self._copies.run())
             tasks.create_task(self._fetcher.run())
+            if self.peering is not None:
+                tasks.create_task(self.peering.run())
+
+    def _make_peering(self, config: PeersConfig) -> Peering:
+        from weefs.peering import Peering  # only where there are peers: its libraries take a quarter of a second to import
+
+        return Peering(config, self._core, self.room, _Lender(self))
 
     def _forget_copies(self, digest: str) -> None:
         self._copies.forget(digest)
@@ -173,6 +213,8 @@ class DataPlane:
         return served.slot if served else None
 
     async def close(self) -> None:
+        if self.peering is not None:
+            await self.peering.close()
         if self._closing:
             await asyncio.wait(self._closing)
         for source in self._readers.values():
@@ -308,6 +350,16 @@ class DataPlane:
 
     # ---- layers ----
 
+    async def _borrow(self, digest: str, layer: Layer | None) -> _Served | None:
+        """An open layer, counted as used, for a peer; one that is not is opened from its description, if there is one."""
+        async with self._lock(f"layer {digest}"):
+            served = self._layers.get(digest)
+            if served is None and layer is not None:
+                served = self._served(await self._serve_layer(layer, lent=True))
+            if served is not None:
+                served.users += 1
+            return served
+
     async def _take_layers(self, layers: Sequence[Layer]) -> list[_Served]:
         """One for each, counted as used. All or none."""
         taken: dict[str, _Served] = {}
@@ -315,6 +367,7 @@ class DataPlane:
         async def take(layer: Layer) -> None:
             async with self._lock(f"layer {layer.digest}"):
                 served = self._layers.get(layer.digest) or self._served(await self._serve_layer(layer))
+                await self._check_lent(layer, served)
                 served.users += 1
                 taken[layer.digest] = served
 
@@ -337,13 +390,34 @@ class DataPlane:
         self._layers[served.layer.digest] = self._by_slot[served.slot] = served
         return served
 
-    async def _serve_layer(self, layer: Layer) -> _Served:
+    async def _check_lent(self, layer: Layer, served: _Served) -> None:
+        """A layer that was opened as a peer described it is used for a plan if its manifest, or its own source, names the same TOC: all
+        digests of chunks are in that.
+        """
+        mark = self._cache.directory(layer.digest) / LENT_MARK
+        if not mark.exists():
+            return
+        toc_digest = layer.toc_digest
+        if toc_digest is None:
+            reader = await self._reader(layer.source)
+            try:
+                source = LayerSource(reader, layer.digest, self._traffic(layer))
+                deadline = asyncio.get_running_loop().time() + self._policy.deadline_s
+                toc_digest = (await self._toc_place(layer, source, deadline)).digest
+            finally:
+                await self._release_reader(layer.source)
+        if toc_digest != served.toc_digest:
+            received = f"a peer that asked for it described it with {served.toc_digest}"
+            raise LayerRefused(f"layer {layer.digest}: expected the TOC {toc_digest}, {received}; remove it with `weenv cache gc`")
+        mark.unlink(missing_ok=True)
+
+    async def _serve_layer(self, layer: Layer, *, lent: bool = False) -> _Served:
         reader = await self._reader(layer.source)
         try:
             source = LayerSource(reader, layer.digest, self._traffic(layer))
             place = self._core.reserve_layer()
             try:
-                served = await self._open_layer(layer, source, place)
+                served = await self._open_layer(layer, source, place, lent=lent)
                 self._journal.append(LayerAdded(slot=place.slot, generation=place.generation, layer=layer))
             except BaseException:
                 self._forget_layer(place)
@@ -363,10 +437,10 @@ class DataPlane:
         self._core.release_layer(place)
         self.room.lost_count()
 
-    async def _open_layer(self, layer: Layer, source: LayerSource, place: Place) -> _Served:
+    async def _open_layer(self, layer: Layer, source: LayerSource, place: Place, *, lent: bool = False) -> _Served:
         record = await asyncio.to_thread(self._cache.find, layer.digest)
         if record is None:
-            record = await self._fetch_toc(layer, source)
+            record = await self._fetch_toc(layer, source, lent=lent)
         self._cache.used(layer.digest)
         with opened(self._cache.directory(layer.digest)) as files:
             try:
@@ -410,7 +484,7 @@ class DataPlane:
             self._core.release_layer(served.place)
             await self._release_reader(served.layer.source)
 
-    async def _fetch_toc(self, layer: Layer, source: LayerSource) -> LayerRecord:
+    async def _fetch_toc(self, layer: Layer, source: LayerSource, *, lent: bool) -> LayerRecord:
         deadline = asyncio.get_running_loop().time() + self._policy.deadline_s
         place = await self._toc_place(layer, source, deadline)
         deadline += place.size / SLOWEST_BYTES_PER_S
@@ -426,7 +500,7 @@ class DataPlane:
             chunks=int.from_bytes(toc[72 + 4 * 16 + 8 : 72 + 4 * 16 + 16], "little"),
         )
         await self.room.make(len(toc))
-        await asyncio.to_thread(self._cache.create, record, toc)
+        await asyncio.to_thread(self._cache.create, record, toc, lent=lent)
         self.room.idle_changes(len(toc))
         return record
 
@@ -555,6 +629,7 @@ class DataPlane:
             "images": images,
             "cache": self.room.statistics(),
             "layers_compared": self._copies.known,
+            "peers": self.peering.statistics() if self.peering is not None else NO_PEERS,
             "descriptors": len(os.listdir("/proc/self/fd")) - 1,  # without that of the listing itself
             "journal_bytes": self._journal.size_bytes,
         }

@@ -139,6 +139,16 @@ class LocalCopies(Protocol):
         ...
 
 
+class Neighbours(Protocol):
+    """Other nodes, which may have what is wanted."""
+
+    async def take(self, wanted: Range, digest: str, deadline: float) -> list[Miss]:
+        """Publishes what they have, and returns the chunks that must come from the layer's own source. `digest`: the layer's; `deadline`:
+        of the chunks (the loop's time, seconds), of which it uses a part.
+        """
+        ...
+
+
 class Boundless:
     """A cache without a bound."""
 
@@ -177,8 +187,14 @@ class Fetcher:
         on_idle: Callable[[], None],
         room: CacheRoom | None = None,
         copies: LocalCopies | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
-        """`on_faults` reports them: then their readers are answered. `on_idle`: a layer may have become idle."""
+        """`on_faults` reports them: then their readers are answered. `on_idle`: a layer may have become idle. `neighbours`: asked before
+        a layer's own source.
+        """
+        self._neighbours = neighbours
+        self._tasks: asyncio.TaskGroup | None = None
+        self._awaited: dict[tuple[LayerSlot, ChunkIndex], asyncio.Future[None]] = {}
         self._copies = copies
         self._core = core
         self._policy = policy
@@ -223,30 +239,94 @@ class Fetcher:
         loop.add_reader(fd, ready.set)
         try:
             async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
                 while True:
                     await ready.wait()
                     ready.clear()
                     _drain(fd)
                     while misses := self._core.take_misses():
-                        near: list[Miss] = []
-                        far: list[Miss] = []
-                        for miss in misses:
-                            (near if self._may_be_near(miss) else far).append(miss)
-                        if near:
-                            tasks.create_task(self._from_disk(near, tasks))
-                        self._begin(far, tasks)
+                        self._begin_near_or_far(misses, tasks)
                     self._report_faults()
                     self._on_idle()
         finally:
+            self._tasks = None
             loop.remove_reader(fd)
             self._report_faults()  # of what was given up in the end
+
+    def _begin_near_or_far(self, misses: list[Miss], tasks: asyncio.TaskGroup) -> None:
+        near: list[Miss] = []
+        far: list[Miss] = []
+        for miss in misses:
+            (near if self._may_be_near(miss) else far).append(miss)
+        if near:
+            tasks.create_task(self._from_disk(near, tasks))
+        self._begin(far, tasks)
+
+    async def bring(self, layer: LayerSlot, chunks: Iterable[ChunkIndex], *, claim: bool = True) -> None:
+        """Fetches those that are absent, as for a reader; returns when each of them is present or was given up. Cancelled, it stops waiting
+        and nothing else. Nothing happens unless `run` runs. Without `claim`, waits for what others wait for; forever, if nobody does.
+        """
+        claimed: list[Miss] = []
+        awaited: list[asyncio.Future[None]] = []
+        if self._tasks is None:
+            return
+        for chunk in chunks:
+            if claim and (miss := self._core.claim(layer, chunk)):
+                claimed.append(miss)
+            elif self._is_present(layer, chunk):
+                continue
+            awaited.append(self._awaited.setdefault((layer, chunk), asyncio.get_running_loop().create_future()))
+        self._begin_near_or_far(claimed, self._tasks)
+        if awaited:
+            await asyncio.wait(awaited)
+
+    def _not_arrived(self, misses: Iterable[Miss]) -> list[Miss]:
+        """Those that are still to be published or given up. A layer whose last chunk arrived may be gone."""
+        try:
+            return [miss for miss in misses if self._core.claim(miss.layer, miss.chunk) or not self._is_present(miss.layer, miss.chunk)]
+        except CoreError:
+            return []
+
+    def _is_present(self, layer: LayerSlot, chunk: ChunkIndex) -> bool:
+        hold = self._core.hold(layer, range(chunk, chunk + 1))
+        return hold is not None and self._core.unhold(layer, hold)
+
+    def _settled(self, misses: Iterable[Miss]) -> None:
+        """Those who wait for them by bring() look again."""
+        for miss in misses:
+            if awaited := self._awaited.pop((miss.layer, miss.chunk), None):
+                awaited.set_result(None)
 
     def _begin(self, misses: list[Miss], tasks: asyncio.TaskGroup) -> None:
         """What is read ahead travels apart: nobody waits for more bytes than it asked for."""
         for chunks, ahead in ((misses, False), (self._claim_ahead(misses), True)):
             for wanted in coalesce(chunks):
-                self._sources[wanted.layer].traffic.wanted(len(wanted.misses), ahead=ahead)
-                tasks.create_task(self._fetch_or_fail(wanted))
+                tasks.create_task(self._ask_around(wanted, ahead, tasks))
+
+    async def _ask_around(self, wanted: Range, ahead: bool, tasks: asyncio.TaskGroup) -> None:
+        """Neighbours first: with no place among `requests_at_once`, since a node that waits for another one here must not keep a third from
+        what it fetches itself.
+        """
+        ranges = [wanted]
+        if self._neighbours is not None:
+            deadline = asyncio.get_running_loop().time() + self._policy.deadline_s
+            try:
+                left = await self._neighbours.take(wanted, self._sources[wanted.layer].digest, deadline)
+            except Exception:  # a bug of ours costs a transfer, not a reader
+                say_traceback()
+                left = self._not_arrived(wanted.misses)
+            except asyncio.CancelledError:
+                self._give_up(wanted.layer, self._not_arrived(wanted.misses), errno.EIO, "the data plane is stopping")
+                raise
+            absent = {miss.chunk for miss in left}
+            self._settled(miss for miss in wanted.misses if miss.chunk not in absent)
+            ranges = coalesce(left)
+        for each in ranges:
+            self._sources[wanted.layer].traffic.wanted(len(each.misses), ahead=ahead)
+        for each in ranges[1:]:
+            tasks.create_task(self._fetch_or_fail(each))
+        if ranges:
+            await self._fetch_or_fail(ranges[0])
 
     def _may_be_near(self, miss: Miss) -> bool:
         if miss.layer in self._suspects:
@@ -264,6 +344,7 @@ class Fetcher:
             for miss in misses:
                 self._give_up(miss.layer, [miss], errno.EIO, "the data plane is stopping")
             raise
+        self._settled(miss for miss in misses if miss not in absent)
         self._begin(absent, tasks)
 
     def _from_disk_now(self, misses: list[Miss]) -> list[Miss]:
@@ -318,6 +399,8 @@ class Fetcher:
         except asyncio.CancelledError:
             self._give_up(wanted.layer, unsettled.values(), errno.EIO, "the data plane is stopping")
             raise
+        finally:
+            self._settled(wanted.misses)
 
     async def _fetch(self, wanted: Range, deadline: float, unsettled: dict[ChunkIndex, Miss]) -> None:
         stored = await self._read(wanted, deadline)

@@ -25,6 +25,7 @@ from weefs.errors import LayerRefused
 from weefs.fetch import FetchPolicy
 from weefs.journal import Journal
 from weefs.log import say, say_traceback
+from weefs.peerconfig import PeersConfig
 from weefs.room import CacheBound
 
 CACHE_WAIT_S = 10.0
@@ -196,6 +197,7 @@ async def serve(
     bound: CacheBound,
     credentials: Credentials | None,
     resend: bool = True,
+    peers: PeersConfig | None = None,
 ) -> None:
     """Serves the mount behind `fuse_fds` until it is gone, or until the daemon says so. The descriptors stay the caller's.
 
@@ -217,6 +219,7 @@ async def serve(
         credentials=credentials,
         on_fault=lambda fault: service.report(fault),
         journal=kept,
+        peers=peers,
     )
     await plane.restore()
     service = Service(plane, kept, [listen_fd, session_fd, *fuse_fds], resumed=resumed)

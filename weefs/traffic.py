@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-SOURCES = ("registry", "layout", "copy")
-"""Kinds of sources, by their number in the core (weefs_count_traffic); `copy` is another layer in this node's cache. Only ever appended
-to, up to 8.
+SOURCES = ("registry", "layout", "copy", "peer")
+"""Kinds of sources, by their number in the core (weefs_count_traffic); `copy` is another layer in this node's cache, `peer` another node.
+Only ever appended to, up to 8.
 """
 
 BUCKET_BOUNDS_S: tuple[float, ...] = tuple((1 << i) / 1_000_000 for i in range(31))

@@ -1,0 +1,397 @@
+"""The peers of a node: between the miss queue and the registry, stop 7 of a read's path. docs/peers.md is the whole picture.
+
+What is wanted is cut along groups of chunks. Each piece is asked of its places one after the other; when one is slow, the next is asked as
+well and the first to answer wins. What comes is verified by the core. What does not come within a bounded time is left to the layer's own
+source: no read fails because of a peer.
+
+Bounds: requests to one peer at once, for each rank apart: who serves a request of rank n asks only lower ranks for it, so a node that
+waits for a place waits for requests that need none of those places.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import attrs
+
+from weefs import placement
+from weefs.coalesce import Range
+from weefs.core import Core, CoreError, DamagedError, Miss
+from weefs.fetch import PUBLISHED_HERE_BYTES, CacheRoom, in_thread
+from weefs.lending import Lender, Lending
+from weefs.log import say
+from weefs.members import Members, sources_of
+from weefs.peerclient import Elsewhere, PeerClient, PeerFailed
+from weefs.peerconfig import PeersConfig, check, may_open, own_name, read_token, source_host, split_address, tls_contexts
+from weefs.peerhealth import Answers, PeerHealth
+from weefs.peerserver import MAX_RANGE_BYTES, PeerServer
+from weefs.protocol import Layer
+
+PEERS_S = 2.0
+"""That peers get before the registry is asked; of the deadline, a third at most."""
+REQUESTS_PER_PEER = 8
+REFERRALS = 12
+"""Nodes that one is sent to by others, for one piece, at most."""
+LISTEN_AGAIN_S = 1.0
+
+
+@attrs.define(eq=False)
+class _Try:
+    """A place that is being asked, and whoever it refers to. Times of the loop."""
+
+    peer: str
+    first: bool
+    asking: str = ""
+    asked_s: float | None = None
+    answered: bool = False
+    receiving: bool = False
+
+
+@attrs.frozen
+class _Brought:
+    """Bytes of a piece, and who sent them."""
+
+    peer: str
+    body: bytes | bytearray
+
+
+@attrs.define
+class _Counted:
+    """Since this process began."""
+
+    hedges: int = 0
+    lies: int = 0
+    received_bytes: int = 0
+
+
+def pieces_of(wanted: Iterable[Miss], max_bytes: int = MAX_RANGE_BYTES) -> list[tuple[Miss, ...]]:
+    """Consecutive chunks of one group each, that lie in `max_bytes` of the stream."""
+    pieces: list[list[Miss]] = []
+    for miss in sorted(wanted, key=lambda miss: miss.chunk):
+        last = pieces[-1] if pieces else None
+        if (
+            last
+            and last[-1].chunk + 1 == miss.chunk
+            and placement.group_of(last[0].chunk) == placement.group_of(miss.chunk)
+            and miss.stream_offset + miss.raw_size - last[0].stream_offset <= max_bytes
+        ):
+            last.append(miss)
+        else:
+            pieces.append([miss])
+    return [tuple(piece) for piece in pieces]
+
+
+class Peering:
+    """Of one data plane; implements `fetch.Neighbours`. `run` must be running. On one event loop."""
+
+    def __init__(self, config: PeersConfig, core: Core, room: CacheRoom, lender: Lender) -> None:
+        """PeersRefused: the settings do not go together, or a file of theirs cannot be used."""
+        check(config)
+        self._core = core
+        self._room = room
+        self._lender = lender
+        self.name = own_name(config)
+        self._listen = split_address(config.listen)
+        token = read_token(config)
+        tls = tls_contexts(config)
+        self._client = PeerClient(self.name, token, tls[1] if tls else None)
+        self.lending = Lending(
+            core,
+            lender,
+            lambda source, used: may_open(source, config.sources, {host for one in used if (host := source_host(one))}, token is not None),
+        )
+        self._health: dict[str, PeerHealth] = {}
+        self.members = Members(config.members, sources_of(config, self.name), self._left)
+        self.server = PeerServer(
+            self.name,
+            self.lending,
+            token=token,
+            tls=tls[0] if tls else None,
+            members=lambda: self.members.names,
+            on_sent=self._sent,
+        )
+        self._answers = Answers()
+        self._places: WeakValueDictionary[tuple[str, int], asyncio.Semaphore] = WeakValueDictionary()
+        self.counted = _Counted()
+        self.listening = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serves, and follows the members, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._serve())
+            tasks.create_task(self.members.run())
+            tasks.create_task(self.lending.run())
+
+    async def _serve(self) -> None:
+        """The address may be a predecessor's for a moment."""
+        said = False
+        while not self.listening.is_set():
+            try:
+                await self.server.start(*self._listen)
+                self.listening.set()
+            except OSError as error:
+                if not said:
+                    say(f"peers: cannot listen on {self._listen[0]}:{self._listen[1]}, and try on: {error}")
+                said = True
+                await asyncio.sleep(LISTEN_AGAIN_S)
+
+    async def close(self) -> None:
+        await self.server.close()
+        await self._client.close()
+        await self.lending.close()
+
+    # ---- what is thought of peers ----
+
+    def _of(self, peer: str) -> PeerHealth:
+        return self._health.setdefault(peer, PeerHealth())
+
+    def _sent(self, peer: str, size: int) -> None:
+        if peer in self.members.names:
+            self._of(peer).sent_bytes += size
+
+    def _left(self, left: frozenset[str]) -> None:
+        """One that lied stays remembered: it may come back."""
+        now_s = asyncio.get_running_loop().time()
+        for peer in left:
+            if peer in self._health and self._health[peer].state(now_s) != "left_out":
+                del self._health[peer]
+
+    def _lied(self, peer: str, digest: str, chunk: int) -> None:
+        say(f"peers: {peer} sent bytes without their digest for chunk {chunk} of {digest}, and is left out for an hour")
+        self.counted.lies += 1
+        self._of(peer).lied(asyncio.get_running_loop().time())
+
+    def statistics(self) -> dict[str, Any]:
+        """Bytes, seconds; counters of this process."""
+        now_s = asyncio.get_running_loop().time()
+        members = []
+        for peer in sorted(self.members.names - {self.name}):
+            health = self._health.get(peer) or PeerHealth()
+            members.append(
+                {
+                    "address": peer,
+                    "state": health.state(now_s),
+                    "rtt_p50_s": health.rtt_s(0.5),
+                    "rtt_p95_s": health.rtt_s(0.95),
+                    "received_bytes": health.received_bytes,
+                    "sent_bytes": health.sent_bytes,
+                    "lies": health.lies,
+                }
+            )
+        return {
+            "name": self.name,
+            "listening": self.listening.is_set(),
+            "is_member": self.name in self.members.names,
+            "members": members,
+            "served_bytes": self.server.served.bytes,
+            "received_bytes": self.counted.received_bytes,
+            "hedges": self.counted.hedges,
+            "lies": self.counted.lies,
+            "lent_layers": self.lending.kept,
+        }
+
+    # ---- taking ----
+
+    async def take(self, wanted: Range, digest: str, deadline: float) -> list[Miss]:
+        """`fetch.Neighbours`. Cancelled, it has published whatever it returned from; the rest waits still."""
+        layer = self._lender.describe(digest)
+        if layer is None or not self.members.names - {self.name}:
+            return [*wanted.misses]
+        now_s = asyncio.get_running_loop().time()
+        until = now_s + min(PEERS_S, max(0.0, deadline - now_s) / 3)
+        left: list[Miss] = []
+        async with asyncio.TaskGroup() as tasks:
+            pieces = [tasks.create_task(self._take_piece(piece, layer, until)) for piece in pieces_of(wanted.misses)]
+        for piece in pieces:
+            left += piece.result()
+        return left
+
+    async def _take_piece(self, piece: Sequence[Miss], layer: Layer, until: float) -> list[Miss]:
+        """What is left of it."""
+        group = placement.group_of(piece[0].chunk)
+        ranked = placement.owners(self.members.names, layer.digest, group)
+        places = deque(placement.places_to_ask(self.name, self.members.names, layer.digest, group))
+        left = [*piece]
+        while left and places:
+            part, *others = pieces_of(left)
+            brought = await self._race(part, layer, places, ranked, until)
+            if brought is None:
+                return left
+            unpublished = await self._publish(part, brought, layer.digest)
+            left = [*unpublished, *(miss for other in others for miss in other)]
+            if not unpublished:
+                continue
+            if self._of(brought.peer).state(asyncio.get_running_loop().time()) != "left_out":
+                return left  # there is no room for them: the fetcher makes some
+        return left
+
+    async def _race(
+        self, piece: Sequence[Miss], layer: Layer, places: deque[str], ranked: Sequence[str], until: float
+    ) -> _Brought | None:
+        """Asks `places`, from which those are taken that brought nothing, until one brings the piece, or the time is over."""
+        running: dict[asyncio.Task[_Brought | None], _Try] = {}
+        queue = deque(places)
+        winner: _Try | None = None
+        try:
+            while True:
+                if not running and not self._ask_next(queue, running, piece, layer, ranked, until):
+                    return None
+                done, _ = await asyncio.wait(running, timeout=self._patience_s(running, queue, until), return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    if asyncio.get_running_loop().time() >= until:
+                        return None
+                    if self._slow(running) and self._ask_next(queue, running, piece, layer, ranked, until):
+                        self.counted.hedges += 1
+                for task in done:
+                    tried = running.pop(task)
+                    if (brought := task.result()) is not None:
+                        winner = tried
+                        return brought
+                    if tried.peer in places:
+                        places.remove(tried.peer)
+        finally:
+            self._end(running, winner, until)
+            if running:
+                await asyncio.wait(running)
+
+    def _ask_next(
+        self,
+        queue: deque[str],
+        running: dict[asyncio.Task[_Brought | None], _Try],
+        piece: Sequence[Miss],
+        layer: Layer,
+        ranked: Sequence[str],
+        until: float,
+    ) -> bool:
+        """Whether there was one left that may be asked."""
+        now_s = asyncio.get_running_loop().time()
+        while queue and now_s < until:
+            peer = queue.popleft()
+            if self._of(peer).may_ask(now_s):
+                tried = _Try(peer, first=not running)
+                running[asyncio.create_task(self._try(tried, piece, layer, ranked.index(peer)))] = tried
+                return True
+        return False
+
+    def _patience_s(self, running: dict[asyncio.Task[_Brought | None], _Try], queue: deque[str], until: float) -> float:
+        """How long to wait for an answer before something else is done."""
+        now_s = asyncio.get_running_loop().time()
+        left_s = max(0.0, until - now_s)
+        if not queue or any(tried.receiving for tried in running.values()):
+            return left_s
+        asked = [tried.asked_s for tried in running.values() if tried.asked_s is not None]
+        since_s = max(asked, default=now_s)
+        return min(left_s, max(0.001, since_s + self._answers.hedge_s - now_s))
+
+    def _slow(self, running: dict[asyncio.Task[_Brought | None], _Try]) -> bool:
+        """All that are asked have been silent for too long, and none just waits for its place."""
+        latest_s = asyncio.get_running_loop().time() - self._answers.hedge_s
+        return all(tried.asked_s is not None and not tried.receiving and tried.asked_s <= latest_s for tried in running.values())
+
+    def _end(self, running: dict[asyncio.Task[_Brought | None], _Try], winner: _Try | None, until: float) -> None:
+        """Of those that are still being asked."""
+        now_s = asyncio.get_running_loop().time()
+        for task, tried in running.items():
+            task.cancel()
+            health = self._of(tried.asking or tried.peer)
+            if tried.asked_s is None or tried.answered:
+                health.gave_up()
+            elif now_s >= until:
+                health.failed(now_s)
+            elif winner is not None and tried.first:
+                health.lost(now_s)
+            else:
+                health.gave_up()
+
+    async def _try(self, tried: _Try, piece: Sequence[Miss], layer: Layer, rank: int) -> _Brought | None:
+        """One place, and those that it refers to; these are asked for what they have and nothing more."""
+        known: set[str] = {self.name}
+        to_ask = [tried.peer]
+        while to_ask and len(known) <= REFERRALS:
+            peer = to_ask.pop(0)
+            known.add(peer)
+            referred = peer != tried.peer
+            if referred and not self._of(peer).may_ask(asyncio.get_running_loop().time()):
+                continue
+            described = None if referred or source_host(layer.source) is None else layer
+            answer = await self._ask(tried, peer, piece, layer, described, placement.OWNERS if referred else rank)
+            if isinstance(answer, _Brought):
+                return answer
+            further = [holder for holder in answer if holder in self.members.names and holder not in known and holder not in to_ask]
+            to_ask = [*further, *to_ask]
+        return None
+
+    async def _ask(
+        self, tried: _Try, peer: str, piece: Sequence[Miss], layer: Layer, description: Layer | None, rank: int
+    ) -> _Brought | tuple[str, ...]:
+        """What it brought, or who may have it."""
+        offset = piece[0].stream_offset
+        size = piece[-1].stream_offset + piece[-1].raw_size - offset
+        place = self._places.setdefault((peer, rank), asyncio.Semaphore(REQUESTS_PER_PEER))
+        loop = asyncio.get_running_loop()
+        health = self._of(peer)
+        async with place:
+            begin_s = loop.time()
+            tried.asking, tried.asked_s, tried.answered = peer, begin_s, False
+
+            def note() -> None:
+                tried.answered = tried.receiving = True
+                health.answered(loop.time() - begin_s)
+                self._answers.add(loop.time() - begin_s)
+
+            self._core.count_traffic("peer", requests=1)
+            try:
+                answer = await self._client.ask(peer, layer.digest, offset, size, description, note)
+            except PeerFailed:
+                health.failed(loop.time())
+                return ()
+            finally:
+                tried.receiving = False
+        if isinstance(answer, Elsewhere):
+            return answer.holders
+        self._core.count_traffic("peer", bytes=size, fetch_s=loop.time() - begin_s)
+        self.counted.received_bytes += size
+        health.received_bytes += size
+        return _Brought(peer, answer)
+
+    async def _publish(self, piece: Sequence[Miss], brought: _Brought, digest: str) -> list[Miss]:
+        """What could not be: the bytes were others, or there is no room."""
+        if len(brought.body) <= PUBLISHED_HERE_BYTES:
+            published = self._publish_now(piece, brought.body)
+        else:
+            published = await in_thread(self._publish_now, piece, brought.body)
+        self._core.count_traffic("peer", misses=len(piece) - len(published.damaged) - len(published.unplaced))
+        if published.damaged:
+            self._lied(brought.peer, digest, published.damaged[0].chunk)
+        if published.unwritten:
+            self._room.lacking()
+        else:
+            self._room.published()
+        return [*published.damaged, *published.unplaced]
+
+    def _publish_now(self, piece: Sequence[Miss], body: bytes | bytearray) -> _Published:
+        view = memoryview(body)
+        published = _Published()
+        for miss in piece:
+            at = miss.stream_offset - piece[0].stream_offset
+            try:
+                published.unwritten |= not self._core.publish_raw(miss.layer, miss.chunk, view[at : at + miss.raw_size])
+            except DamagedError:
+                published.damaged.append(miss)
+            except CoreError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                    say(f"chunk {miss.chunk} cannot be published: {error}")
+                published.unplaced.append(miss)
+        return published
+
+
+@attrs.define
+class _Published:
+    damaged: list[Miss] = attrs.field(factory=list)
+    unplaced: list[Miss] = attrs.field(factory=list)
+    unwritten: bool = False

@@ -1,0 +1,56 @@
+"""Which nodes are responsible for a chunk: a pure function of names, the same on every node.
+
+Rendezvous hashing: for each group of chunks, members are ranked by a hash of their name with it, and the first few are its owners. No
+weights and no state: when a member leaves, its groups go to the next in their ranks and nothing else moves.
+
+Rejected: a hash ring (uneven without many virtual nodes); one owner (it dies, and everybody asks the registry for its chunks).
+
+Ranks also say who may wait for whom: always for one ranked before oneself. Since a rank depends on no list of members, that is an order on
+all nodes, and so nodes cannot wait in a circle, whatever lists they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+GROUP_CHUNKS = 16
+OWNERS = 3
+
+
+def group_of(chunk: int) -> int:
+    """The group that a chunk of a layer is in."""
+    return chunk // GROUP_CHUNKS
+
+
+def score(member: str, layer: str, group: int) -> int:
+    """The member with the highest is the first owner. 128 bits; `layer`: its digest."""
+    return int.from_bytes(blake2b(f"{layer}\0{group}\0{member}".encode(), digest_size=16).digest(), "big")
+
+
+def owners(members: Iterable[str], layer: str, group: int, n: int = OWNERS) -> list[str]:
+    """The owners of a group, the first in rank first: `n`, or all if there are fewer."""
+    return sorted(set(members), key=lambda member: (score(member, layer, group), member), reverse=True)[:n]
+
+
+def before(one: str, other: str, layer: str, group: int) -> bool:
+    """Whether `one` ranks before `other`, which may therefore wait for it."""
+    return (score(one, layer, group), one) > (score(other, layer, group), other)
+
+
+def turned(choices: Sequence[str], name: str, what: str) -> list[str]:
+    """The same, from another beginning for each name: so that many who choose among them share them."""
+    if not choices:
+        return []
+    begin = int.from_bytes(blake2b(f"{what}\0{name}".encode(), digest_size=8).digest(), "big") % len(choices)
+    return [*choices[begin:], *choices[:begin]]
+
+
+def places_to_ask(name: str, members: Iterable[str], layer: str, group: int) -> list[str]:
+    """Whom a node asks for chunks of a group, in this order, before the registry. An owner: those before it, the first in rank first.
+    Anybody else: all owners, in an order of its own.
+    """
+    ranked = owners(members, layer, group)
+    if name in ranked:
+        return ranked[: ranked.index(name)]
+    return turned(ranked, name, f"{layer} {group}")
