@@ -41,6 +41,7 @@ from envlet.syscalls import MNT_DETACH, umount
 from envlet.types import CheckedLayer, CheckResult, CollectedLayer
 from weefs import protocol
 from weefs.cachedir import has_ended
+from weefs.peerconfig import PeersConfig
 
 log = logging.getLogger("envlet")
 
@@ -90,6 +91,8 @@ class DataPlaneConfig:
     threads: int = 4
     chunk_deadline_s: float = 30.0
     auth_files: tuple[Path, ...] = ()
+    peers: PeersConfig | None = None
+    """None: it has none."""
     answer_deadline_s: float = 30.0
     """A process that answers nothing for so long is killed, and gets a successor."""
     deaths_max_per_minute: int = 120
@@ -519,6 +522,8 @@ def _command(config: DataPlaneConfig, kept: Kept) -> list[str]:
     command += ["--cache-free-min", str(config.cache_free_min_bytes)]
     if config.cache_size_bytes is not None:
         command += ["--cache-size", str(config.cache_size_bytes)]
+    if config.peers is not None:
+        command += ["--peers", msgspec.json.encode(config.peers).decode()]  # of secrets, it has the names of their files
     for fd in kept.fuse:
         command += ["--fuse", str(fd)]
     for path in config.auth_files:

@@ -106,6 +106,15 @@ def _chunks(plane: dict[str, Any]) -> Samples:
     return [((result,), plane["fuse"][f"chunks_{result}"]) for result in ("published", "unwritten", "rejected")]
 
 
+def _peers(plane: dict[str, Any]) -> Samples:
+    states = [member["state"] for member in plane["peers"]["members"]]
+    return [((state,), states.count(state)) for state in ("up", "down", "left_out")]
+
+
+def _peer(key: str) -> Callable[[NodeInfo], Samples]:
+    return _plane_one(lambda plane: float(plane["peers"][key]))
+
+
 def _slots(plane: dict[str, Any]) -> Samples:
     return [((kind,), plane["fuse"][f"{kind}_slots"]) for kind in ("layer", "plan")]
 
@@ -212,6 +221,15 @@ METRICS = (
     ),
     Definition("weenv_fetch_retries", "counter", "Requests made again.", ("source",), _sources("retries")),
     Definition("weenv_fetch_given_up_chunks", "counter", "Chunks given up: their readers get EIO.", ("source",), _sources("given_up")),
+    Definition(
+        "weenv_peers", "gauge", "Other members: up; down, not asked for now; left_out, since they sent wrong bytes.", ("state",),
+        _plane(_peers),
+    ),
+    Definition("weenv_peer_served_bytes", "counter", "Sent to peers, by this process of the data plane.", (), _peer("served_bytes")),
+    Definition(
+        "weenv_peer_hedges", "counter", "Second requests, since a peer did not answer in time; by this process.", (), _peer("hedges"),
+    ),
+    Definition("weenv_peer_lies", "counter", "Answers of peers without their digest; to this process.", (), _peer("lies")),
 )  # fmt: skip
 
 

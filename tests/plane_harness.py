@@ -19,6 +19,7 @@ from weefs import core
 from weefs.cachedir import CacheDirectory
 from weefs.dataplane import DataPlane
 from weefs.fetch import FetchPolicy
+from weefs.peerconfig import PeersConfig
 from weefs.protocol import FaultEvent, Layer
 from weefs.room import CacheBound
 
@@ -82,6 +83,7 @@ async def mounted(
     credentials: Credentials | None = None,
     fetching: bool = True,
     keep_cache: bool = False,
+    peers: PeersConfig | None = None,
 ) -> AsyncIterator[Mounted]:
     """The layers as one plan on a mountpoint of their own; everything is gone afterwards, but the cache if it is kept for the next."""
     mountpoint = directory / "mnt"
@@ -89,7 +91,7 @@ async def mounted(
     cache = CacheDirectory.open(directory / "cache")
     filesystem = core.Core()
     faults: list[FaultEvent] = []
-    plane = DataPlane(filesystem, cache, policy=policy, bound=bound, credentials=credentials, on_fault=faults.append)
+    plane = DataPlane(filesystem, cache, policy=policy, bound=bound, credentials=credentials, on_fault=faults.append, peers=peers)
     try:
         plan = await plane.add_plan(layers)
         plane.show_as_root(plan.plan_id)

@@ -103,6 +103,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         threads=chosen.fuse_threads,
         chunk_deadline_s=chosen.chunk_deadline_s,
         auth_files=settings.auth_files(),
+        peers=chosen.peers_config,
     )
     keeper.claim(config.run_dir)
     running = keeper.find_running(data_plane.socket_path)

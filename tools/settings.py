@@ -18,6 +18,7 @@ from tools import exits, output
 
 if TYPE_CHECKING:
     from registry import Credentials
+    from weefs.peerconfig import PeersConfig
 
 DEFAULT_RUN_DIR = Path("/run/weenv")
 DEFAULT_STATE_DIR = Path("/var/lib/weenv")
@@ -99,6 +100,18 @@ class NodeSettings:
     view: Literal["auto", "kernel", "merged"] = "auto"
     host_network: bool = False
     metrics_listen: str | None = None
+    peers_listen: str | None = None
+    """None: no peers."""
+    peers_name: str | None = None
+    peers: tuple[str, ...] | None = None
+    peers_dns: str | None = None
+    peers_etcd: tuple[str, ...] | None = None
+    peers_token_file: Path | None = None
+    peers_open: bool = False
+    peers_tls_cert: Path | None = None
+    peers_tls_key: Path | None = None
+    peers_tls_ca: Path | None = None
+    peers_sources: tuple[str, ...] | None = None
     environments_max: int = 1024
     starting_max: int | None = None
     """None: 1.5 x the cores, as envlet decides."""
@@ -120,10 +133,49 @@ class NodeSettings:
         return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+    @property
+    def peers_config(self) -> PeersConfig | None:
+        """For the data plane. CommandError: the settings do not go together."""
+        from weefs.peerconfig import PeersConfig, PeersRefused, check, read_token, tls_contexts
+
+        if self.peers_listen is None:
+            if self.peers or self.peers_dns or self.peers_etcd:
+                raise exits.CommandError("peers_listen: expected it with peers, peers_dns or peers_etcd; there is none", exits.USAGE)
+            return None
+
+        def absolute(path: Path | None) -> str | None:
+            return None if path is None else str(path.absolute())
+
+        config = PeersConfig(
+            listen=self.peers_listen,
+            name=self.peers_name,
+            members=[*(self.peers or ())],
+            dns=self.peers_dns,
+            etcd=[*(self.peers_etcd or ())],
+            token_file=absolute(self.peers_token_file),
+            open=self.peers_open,
+            tls_cert=absolute(self.peers_tls_cert),
+            tls_key=absolute(self.peers_tls_key),
+            tls_ca=absolute(self.peers_tls_ca),
+            sources=[*(self.peers_sources or ())],
+        )
+        try:
+            check(config)
+            read_token(config)
+            tls_contexts(config)
+        except PeersRefused as error:
+            raise exits.CommandError(str(error), exits.USAGE) from error
+        return config
+
+
 VIEWS = ("auto", "kernel", "merged")
 _SIZES = {"memory": 4 << 20, "cache_size": 64 << 20, "cache_free_min": 0}
 """And the least that makes sense: in a smaller cache, a few readers' chunks and a plan's metadata leave no room for anything."""
-_PATHS = {"state_dir", "run_dir", "socket", "cache_dir"}
+_PATHS = {"state_dir", "run_dir", "socket", "cache_dir", "peers_token_file", "peers_tls_cert", "peers_tls_key", "peers_tls_ca"}
+_LISTS = {"peers", "peers_etcd", "peers_sources"}
+_TEXTS = {"runtime", "cgroup_parent", "view", "metrics_listen", "peers_listen", "peers_name", "peers_dns"}
+_FLAGS = {"host_network", "peers_open"}
+_ADDRESSES = {"metrics_listen", "peers_listen", "peers_name"}
 
 
 def _is_address(text: str) -> bool:
@@ -138,8 +190,14 @@ def _value(name: str, given: Any, path: Path) -> Any:
         known = ", ".join(field.name for field in attrs.fields(NodeSettings))
         raise exits.CommandError(f"{path}: unknown key '{name}'; expected one of {known}", exits.USAGE)
     value: Any = given
-    if name in _PATHS and isinstance(value, str):
+    if name in _PATHS:
+        if not isinstance(value, str):
+            raise exits.CommandError(f"{path}: {name}: expected a path, received {value!r}", exits.USAGE)
         return Path(value)
+    if name in _LISTS:
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise exits.CommandError(f"{path}: {name}: expected a list of strings, received {value!r}", exits.USAGE)
+        return tuple(value)
     if name in _SIZES and isinstance(value, str):
         try:
             value = output.parse_size(value)
@@ -147,18 +205,18 @@ def _value(name: str, given: Any, path: Path) -> Any:
             raise exits.CommandError(f"{path}: {name}: {error}", exits.USAGE) from error
     expected: tuple[type, ...] = (
         (str,)
-        if name in ("runtime", "cgroup_parent", "view", "metrics_listen")
+        if name in _TEXTS
         else (int, float)
         if name in ("cpu", "chunk_deadline_s")
         else (bool,)
-        if name == "host_network"
+        if name in _FLAGS
         else (int,)
     )
     if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
-        wanted = " or ".join(kind.__name__ for kind in expected) if name not in _PATHS else "a path"
+        wanted = " or ".join(kind.__name__ for kind in expected)
         raise exits.CommandError(f"{path}: {name}: expected {wanted}, received {value!r}", exits.USAGE)
-    if name == "metrics_listen" and not _is_address(str(value)):
-        raise exits.CommandError(f"{path}: metrics_listen: expected \"HOST:PORT\", received {value!r}", exits.USAGE)
+    if name in _ADDRESSES and not _is_address(str(value)):
+        raise exits.CommandError(f"{path}: {name}: expected \"HOST:PORT\", received {value!r}", exits.USAGE)
     if name in _SIZES and isinstance(value, int) and value < _SIZES[name]:
         raise exits.CommandError(f"{path}: {name}: expected at least {_SIZES[name]} bytes, received {value}", exits.USAGE)
     if name == "view" and value not in VIEWS:

@@ -142,9 +142,13 @@ class LocalCopies(Protocol):
 class Neighbours(Protocol):
     """Other nodes, which may have what is wanted."""
 
+    def cut(self, wanted: Range) -> list[Range]:
+        """Into pieces that must not wait for each other."""
+        ...
+
     async def take(self, wanted: Range, digest: str, deadline: float) -> list[Miss]:
-        """Publishes what they have, and returns the chunks that must come from the layer's own source. `digest`: the layer's; `deadline`:
-        of the chunks (the loop's time, seconds), of which it uses a part.
+        """Publishes what they have of such a piece, and returns the chunks that must come from the layer's own source. `digest`: the
+        layer's; `deadline`: of the chunks (the loop's time, seconds), of which it uses a part.
         """
         ...
 
@@ -301,7 +305,8 @@ class Fetcher:
         """What is read ahead travels apart: nobody waits for more bytes than it asked for."""
         for chunks, ahead in ((misses, False), (self._claim_ahead(misses), True)):
             for wanted in coalesce(chunks):
-                tasks.create_task(self._ask_around(wanted, ahead, tasks))
+                for piece in [wanted] if self._neighbours is None else self._neighbours.cut(wanted):
+                    tasks.create_task(self._ask_around(piece, ahead, tasks))
 
     async def _ask_around(self, wanted: Range, ahead: bool, tasks: asyncio.TaskGroup) -> None:
         """Neighbours first: with no place among `requests_at_once`, since a node that waits for another one here must not keep a third from

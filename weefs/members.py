@@ -51,7 +51,8 @@ class Members:
         before = self.names
         self.names = self._fixed.union(*self._said.values())
         if before != self.names:
-            self._on_left(before - self.names)
+            if left := before - self.names:
+                self._on_left(left)
             self.changed.set()
             self.changed = asyncio.Event()
 

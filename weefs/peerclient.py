@@ -18,6 +18,8 @@ CONNECTIONS = 1024
 CONNECT_S = 1.0
 IDLE_S = 30.0
 MAX_REFUSAL_BYTES = 16 << 10
+REFUSALS = (403, 404, 503)
+"""By a peer that is well and cannot help."""
 READ_BUFFER_BYTES = 1 << 20
 
 PEER_HEADER = "Weenv-Peer"
@@ -83,8 +85,9 @@ class PeerClient:
             headers[LAYER_HEADER] = encode_layer(layer)
         try:
             async with self._session.get(url, headers=headers, allow_redirects=False) as response:
-                on_first_byte()
-                if response.status in (403, 404, 503):
+                if response.status in (206, *REFUSALS):
+                    on_first_byte()
+                if response.status in REFUSALS:
                     return await _refusal(response)
                 return await _body(response, offset, size)
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:

@@ -1,8 +1,8 @@
 """The peers of a node: between the miss queue and the registry, stop 7 of a read's path. docs/peers.md is the whole picture.
 
-What is wanted is cut along groups of chunks. Each piece is asked of its places one after the other; when one is slow, the next is asked as
-well and the first to answer wins. What comes is verified by the core. What does not come within a bounded time is left to the layer's own
-source: no read fails because of a peer.
+What is wanted is cut along groups of chunks, which do not wait for each other. Each piece is asked of its places one after the other; when
+one is slow, the next is asked as well and the first to answer wins. What comes is verified by the core. What does not come within a bounded
+time is left to the layer's own source: no read fails because of a peer.
 
 Bounds: requests to one peer at once, for each rank apart: who serves a request of rank n asks only lower ranks for it, so a node that
 waits for a place waits for requests that need none of those places.
@@ -197,19 +197,20 @@ class Peering:
 
     # ---- taking ----
 
+    def cut(self, wanted: Range) -> list[Range]:
+        """`fetch.Neighbours`. By groups: who waits for chunks of one group must not keep others waiting for those of another, or nodes
+        could wait for each other in a circle after all.
+        """
+        return [Range(wanted.layer, piece) for piece in pieces_of(wanted.misses)]
+
     async def take(self, wanted: Range, digest: str, deadline: float) -> list[Miss]:
-        """`fetch.Neighbours`. Cancelled, it has published whatever it returned from; the rest waits still."""
+        """`fetch.Neighbours`. Cancelled, it has published what came until then."""
         layer = self._lender.describe(digest)
         if layer is None or not self.members.names - {self.name}:
             return [*wanted.misses]
         now_s = asyncio.get_running_loop().time()
         until = now_s + min(PEERS_S, max(0.0, deadline - now_s) / 3)
-        left: list[Miss] = []
-        async with asyncio.TaskGroup() as tasks:
-            pieces = [tasks.create_task(self._take_piece(piece, layer, until)) for piece in pieces_of(wanted.misses)]
-        for piece in pieces:
-            left += piece.result()
-        return left
+        return await self._take_piece(wanted.misses, layer, until)
 
     async def _take_piece(self, piece: Sequence[Miss], layer: Layer, until: float) -> list[Miss]:
         """What is left of it."""

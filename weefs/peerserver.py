@@ -116,8 +116,10 @@ class PeerServer:
         except (MayNotOpen, WeefsError) as error:
             say(f"peers: {request.headers.get(PEER_HEADER, request.remote)}: {error}")
             return self._refused(403 if isinstance(error, MayNotOpen) else 404, str(error))
-        except ConnectionError:
-            raise
+        except ConnectionError:  # the peer is gone, or must be told so: nothing more can be said to it
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response(status=499)
         except Exception:
             say_traceback()
             return self._refused(500, "a defect; the log of the node says more")
