@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tools.node_report import _peers_line
 from weefs import placement
 from weefs.coalesce import Range
 from weefs.core import ChunkIndex, LayerSlot, Miss
@@ -59,7 +60,7 @@ def test_whoever_believes_in_which_members_nobody_waits_in_a_circle(one: list[st
     """Each asks only who ranks before it: of itself as a member, by its own view."""
     for names in (one, other):
         for name in names:
-            for asked in placement.places_to_ask(name, names, LAYER, group):
+            for asked in placement.places_to_ask(name, placement.owners(names, LAYER, group), LAYER, group):
                 assert asked != name
                 assert placement.before(asked, name, LAYER, group)
     for a in one:
@@ -71,16 +72,17 @@ def test_whoever_believes_in_which_members_nobody_waits_in_a_circle(one: list[st
 def test_only_the_first_owner_asks_no_peer(names: list[str], group: int) -> None:
     owners = placement.owners(names, LAYER, group)
     for rank, owner in enumerate(owners):
-        assert placement.places_to_ask(owner, names, LAYER, group) == owners[:rank]
+        assert placement.places_to_ask(owner, owners, LAYER, group) == owners[:rank]
     for name in set(names) - set(owners):
-        assert sorted(placement.places_to_ask(name, names, LAYER, group)) == sorted(owners)
+        assert sorted(placement.places_to_ask(name, owners, LAYER, group)) == sorted(owners)
 
 
 def test_those_who_own_nothing_share_the_owners() -> None:
     names = [f"10.0.{i // 250}.{i % 250}:9465" for i in range(3000)]
     first: dict[str, int] = {}
+    owners = placement.owners(names, LAYER, 7)
     for name in names:
-        if places := placement.places_to_ask(name, names, LAYER, 7):
+        if places := placement.places_to_ask(name, owners, LAYER, 7):
             first[places[0]] = first.get(places[0], 0) + 1
     assert len(first) == placement.OWNERS
     assert min(first.values()) > 850
@@ -281,3 +283,13 @@ def test_which_sources_are_opened_for_peers() -> None:
     assert may_open(registry, ["r.example"], set(), has_token=False)
     for source in (directory, "file:///etc/passwd", "ftp://r.example/a", ""):
         assert not may_open(source, ["r.example", ""], {"r.example"}, has_token=True)
+
+
+# what people see
+
+
+def test_peers_in_the_report_of_a_node() -> None:
+    members = [{"address": f"n{i}:1", "state": state} for i, state in enumerate(("up", "up", "left_out"))]
+    shown = _peers_line({"members": members, "received_bytes": 5_000_000, "served_bytes": 0, "hedges": 2, "lies": 1})
+    assert shown == ["peers         2 up, 0 down, 1 left out; 5.0 MB received, 0 B sent, 2 asked for a second time, 1 lies"]
+    assert _peers_line({"members": []}) == []

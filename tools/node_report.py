@@ -42,10 +42,21 @@ def _plane_lines(plane: dict[str, Any]) -> list[str]:
         f"fetched       {output.size(fetched)} of {output.size(stored)} ({output.share(fetched, stored)})",
         f"reads         {from_cache} from the cache, {fuse['reads_waited']} waited, {fuse['reads_failed']} failed",
         f"misses        {misses} (chunks); {ahead} more ahead of their readers",
+        *_peers_line(plane["peers"]),
         f"requests      {fuse['pending']} waiting{oldest}{busy}",
         f"data plane    {process['successors']} successors, {plane['descriptors']} descriptors, slots {fuse['layer_slots']} of layers "
         f"and {fuse['plan_slots']} of plans, journal {output.size(plane['journal_bytes'])}",
     ]
+
+
+def _peers_line(peers: dict[str, Any]) -> list[str]:
+    """None where there are none."""
+    states = [member["state"] for member in peers["members"]]
+    if not states:
+        return []
+    counted = ", ".join(f"{states.count(state)} {state.replace('_', ' ')}" for state in ("up", "down", "left_out"))
+    moved = f"{output.size(peers['received_bytes'])} received, {output.size(peers['served_bytes'])} sent"
+    return [f"peers         {counted}; {moved}, {peers['hedges']} asked for a second time, {peers['lies']} lies"]
 
 
 def _cache_line(cache: dict[str, Any], evicted: int) -> str:

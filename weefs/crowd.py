@@ -53,9 +53,10 @@ def bits_of(chunks: range, group: int) -> int:
 
 
 class Crowd:
-    """Of one node. Times are of any monotonic clock, seconds."""
+    """Of the node `name`: from each, an asker is sent on in another direction. Times are of any monotonic clock, seconds."""
 
-    def __init__(self, children: int = CHILDREN, memory_s: float = MEMORY_S, max_groups: int = MAX_GROUPS) -> None:
+    def __init__(self, name: str = "", children: int = CHILDREN, memory_s: float = MEMORY_S, max_groups: int = MAX_GROUPS) -> None:
+        self._name = name
         self._children = children
         self._memory_s = memory_s
         self._max_groups = max_groups
@@ -75,7 +76,7 @@ class Crowd:
             sent.under_way |= bits
             return Admission(send=True)
         holders = [name for name in served if known.nodes[name].complete & bits == bits]
-        return Admission(send=False, holders=tuple(turned(holders, asker, f"{layer} {group}")[:NAMED]))
+        return Admission(send=False, holders=tuple(turned(holders, asker, f"{self._name} {layer} {group}")[:NAMED]))
 
     def sent(self, layer: str, group: int, bits: int, asker: str, now_s: float) -> None:
         """All bytes went out: it has them, or will in a moment."""

@@ -35,6 +35,11 @@ class EtcdMembers:
         self._name = name
         self._lease_s = lease_s
         self._lease: str | None = None
+        self._names: frozenset[str] = frozenset()
+        self._revision = 0
+        """Of etcd, at the last reading."""
+        self._number = 0
+        """Of keys, then."""
 
     async def run(self, changed: Callable[[frozenset[str]], None]) -> None:
         timeout = aiohttp.ClientTimeout(total=min(TIMEOUT_S, self._lease_s / 3))
@@ -66,13 +71,27 @@ class EtcdMembers:
         self._lease = lease
 
     async def _read(self, session: aiohttp.ClientSession) -> frozenset[str]:
+        """Asks for what was put since the last time, and how many there are: among thousands who read, the whole list would be too much.
+        When the number does not fit, some have gone, and all are read; also when it is another etcd.
+        """
+        before = self._revision
+        if before:
+            self._names |= await self._range(session, before + 1)
+        if not before or self._revision < before or len(self._names) != self._number:
+            self._names = await self._range(session, 0)
+        return self._names
+
+    async def _range(self, session: aiohttp.ClientSession, since: int) -> frozenset[str]:
+        """Names whose keys were put in revision `since` or later."""
         end = PREFIX[:-1] + chr(ord(PREFIX[-1]) + 1)
-        found = await self._call(session, "kv/range", {"key": _encoded(PREFIX), "range_end": _encoded(end), "keys_only": True})
+        wanted = {"key": _encoded(PREFIX), "range_end": _encoded(end), "keys_only": True, "min_mod_revision": since}
+        found = await self._call(session, "kv/range", wanted)
         try:
-            keys = [base64.b64decode(entry["key"]).decode() for entry in found.get("kvs", [])]
-        except (KeyError, ValueError) as error:
+            names = frozenset(base64.b64decode(entry["key"]).decode().removeprefix(PREFIX) for entry in found.get("kvs", []))
+            self._revision, self._number = int(found["header"]["revision"]), int(found.get("count", 0))
+        except (KeyError, TypeError, ValueError) as error:
             raise EtcdError(f"expected keys, received {str(found)[:200]}") from error
-        return frozenset(key.removeprefix(PREFIX) for key in keys)
+        return names
 
     async def _leave(self, session: aiohttp.ClientSession) -> None:
         """A node that ends in order is no member at once."""

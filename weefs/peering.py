@@ -38,6 +38,8 @@ REQUESTS_PER_PEER = 8
 REFERRALS = 12
 """Nodes that one is sent to by others, for one piece, at most."""
 LISTEN_AGAIN_S = 1.0
+MAX_KNOWN_OWNERS = 8192
+"""Groups whose owners are remembered."""
 
 
 @attrs.define(eq=False)
@@ -115,6 +117,8 @@ class Peering:
             members=lambda: self.members.names,
             on_sent=self._sent,
         )
+        self._owners_among: frozenset[str] = frozenset()
+        self._known_owners: dict[tuple[str, int], list[str]] = {}
         self._answers = Answers()
         self._places: WeakValueDictionary[tuple[str, int], asyncio.Semaphore] = WeakValueDictionary()
         self.counted = _Counted()
@@ -212,11 +216,23 @@ class Peering:
         until = now_s + min(PEERS_S, max(0.0, deadline - now_s) / 3)
         return await self._take_piece(wanted.misses, layer, until)
 
+    def _owners(self, digest: str, group: int) -> list[str]:
+        """Remembered as long as the members are the same: among 10,000, they take some milliseconds to find."""
+        if self._owners_among is not self.members.names:
+            self._owners_among = self.members.names
+            self._known_owners.clear()
+        known = self._known_owners.get((digest, group))
+        if known is None:
+            known = self._known_owners[digest, group] = placement.owners(self._owners_among, digest, group)
+            if len(self._known_owners) > MAX_KNOWN_OWNERS:
+                del self._known_owners[next(iter(self._known_owners))]
+        return known
+
     async def _take_piece(self, piece: Sequence[Miss], layer: Layer, until: float) -> list[Miss]:
         """What is left of it."""
         group = placement.group_of(piece[0].chunk)
-        ranked = placement.owners(self.members.names, layer.digest, group)
-        places = deque(placement.places_to_ask(self.name, self.members.names, layer.digest, group))
+        ranked = self._owners(layer.digest, group)
+        places = deque(placement.places_to_ask(self.name, ranked, layer.digest, group))
         left = [*piece]
         while left and places:
             part, *others = pieces_of(left)

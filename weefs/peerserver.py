@@ -80,7 +80,7 @@ class PeerServer:
         self._tls = tls
         self._members = members
         self._on_sent = on_sent
-        self._crowd = Crowd()
+        self._crowd = Crowd(name)
         self._arrivals: dict[tuple[str, int], asyncio.Event] = {}
         self._requests = 0
         self._server = web.Server(

@@ -11,7 +11,8 @@ all nodes, and so nodes cannot wait in a circle, whatever lists they have.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 GROUP_CHUNKS = 16
@@ -23,19 +24,23 @@ def group_of(chunk: int) -> int:
     return chunk // GROUP_CHUNKS
 
 
-def score(member: str, layer: str, group: int) -> int:
-    """The member with the highest is the first owner. 128 bits; `layer`: its digest."""
-    return int.from_bytes(blake2b(f"{layer}\0{group}\0{member}".encode(), digest_size=16).digest(), "big")
+def _rank_key(layer: str, group: int) -> Callable[[str], tuple[bytes, str]]:
+    """Of a member: the greater, the earlier in rank."""
+    head = f"{layer}\0{group}\0".encode()
+    return lambda member: (blake2b(head + member.encode(), digest_size=16).digest(), member)
 
 
 def owners(members: Iterable[str], layer: str, group: int, n: int = OWNERS) -> list[str]:
-    """The owners of a group, the first in rank first: `n`, or all if there are fewer."""
-    return sorted(set(members), key=lambda member: (score(member, layer, group), member), reverse=True)[:n]
+    """The owners of a group, the first in rank first: `n`, or all if there are fewer. `layer`: its digest. Costs a hash for each member, so
+    who asks often should remember.
+    """
+    return heapq.nlargest(n, frozenset(members), key=_rank_key(layer, group))
 
 
 def before(one: str, other: str, layer: str, group: int) -> bool:
     """Whether `one` ranks before `other`, which may therefore wait for it."""
-    return (score(one, layer, group), one) > (score(other, layer, group), other)
+    key = _rank_key(layer, group)
+    return key(one) > key(other)
 
 
 def turned(choices: Sequence[str], name: str, what: str) -> list[str]:
@@ -46,11 +51,10 @@ def turned(choices: Sequence[str], name: str, what: str) -> list[str]:
     return [*choices[begin:], *choices[:begin]]
 
 
-def places_to_ask(name: str, members: Iterable[str], layer: str, group: int) -> list[str]:
-    """Whom a node asks for chunks of a group, in this order, before the registry. An owner: those before it, the first in rank first.
-    Anybody else: all owners, in an order of its own.
+def places_to_ask(name: str, ranked: Sequence[str], layer: str, group: int) -> list[str]:
+    """Whom a node asks for chunks of a group with the owners `ranked`, in this order, before the registry. An owner: those before it, the
+    first in rank first. Anybody else: all owners, in an order of its own.
     """
-    ranked = owners(members, layer, group)
     if name in ranked:
-        return ranked[: ranked.index(name)]
+        return [*ranked[: ranked.index(name)]]
     return turned(ranked, name, f"{layer} {group}")
