@@ -1,18 +1,44 @@
 """`python -m bench.peers simulate|throughput|nodes`: what peers save, and what they cost.
 
-simulate     1,000 and 10,000 nodes that start one plan within ten seconds (peers_simulation.py): bytes from the registry, load of the busiest
-             peer, membership traffic.
-throughput   one node takes a layer from a peer on loopback, beside `curl` taking the same ranges: MB/s, and CPU time of all who take part.
-nodes        four nodes, each in a process and with an address of 127.0.0.x of its own, start one plan at once; the registry is behind a proxy
-             with delay and rate of our own. Bytes from the registry with peers off and on."""
+simulate     1,000 and 10,000 nodes that start one plan within ten seconds (peers_simulation.py): bytes from the registry, load of the
+             busiest peer, membership traffic.
+throughput   one node takes a layer from a peer on loopback, beside `curl` taking the same ranges of the same peer: MB/s, and CPU time of
+             all who take part. The node also compares digests and writes its cache, curl does not.
+nodes        four nodes start one plan at once, each a process with an address of 127.0.0.x of its own (not a network namespace); the
+             registry is behind a proxy with delay and rate of our own. Bytes that leave the registry, with peers off and on."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import attrs
+import msgspec
+
+from bench.peer_node import Brought, Start
 from bench.peers_simulation import Outcome, Simulation, chosen_chunks, membership_bytes_s, plan_of, quantile
-from tools.output import print_table, size
+from layerformat import Layer as LayerFile
+from layerformat import convert
+from registry import Group, push_group, resolve_group
+from tools.output import parse_size, print_table, size
+from weefs.peerconfig import PeersConfig
+from weefs.placement import group_of
+from weefs.protocol import Layer
+
+# simulate
 
 
 def simulate(arguments: argparse.Namespace) -> None:
@@ -21,11 +47,9 @@ def simulate(arguments: argparse.Namespace) -> None:
     for nodes in arguments.nodes:
         begin_s = time.perf_counter()
         simulation = Simulation(
-            nodes, plan, chunk_bytes=256 << 10, within_s=arguments.within, link_bytes_s=arguments.link_gbit * 125e6, peers=True,
-            seed=arguments.seed,
+            nodes, plan, chunk_bytes=256 << 10, within_s=arguments.within, link_bytes_s=arguments.link_gbit * 125e6, seed=arguments.seed
         )  # fmt: skip
-        outcome = simulation.run()
-        rows.append(_row(outcome, time.perf_counter() - begin_s))
+        rows.append(_row(simulation.run(), time.perf_counter() - begin_s))
     headers = (
         "nodes", "a node's plan", "registry, off", "registry, on", "x one node", "most for a chunk", "busiest peer sends", "x plan",
         "median peer", "asks a piece", "start p50/p99/max s", "simulated in s",
@@ -34,17 +58,16 @@ def simulate(arguments: argparse.Namespace) -> None:
     print()
     traffic = []
     for nodes in arguments.nodes:
-        # kv/range and its answer, headers included: counted on the wire of a real etcd 3.4. Names of 20 bytes.
-        quiet = membership_bytes_s(nodes, lambda n: 560, 5)
-        whole = membership_bytes_s(nodes, lambda n: 560 + 165 * n, 5)
+        # HTTP headers, and 30 or 90 bytes of JSON for the answer to "what is new" or for each name. A records: 16 bytes each.
+        quiet = membership_bytes_s(nodes, lambda n: 600, 5)
+        whole = membership_bytes_s(nodes, lambda n: 600 + 165 * n, 5)
         dns = membership_bytes_s(nodes, lambda n: 100 + 16 * n, 30)
         traffic.append((nodes, f"{size(int(quiet))}/s", f"{size(int(whole))}/s", f"{size(int(dns))}/s"))
     print_table(("nodes", "etcd, all nodes together", "(if each read the whole list)", "DNS, A records"), traffic)
 
 
 def _row(outcome: Outcome, took_s: float) -> tuple[object, ...]:
-    busiest = outcome.sent[-1]
-    times = outcome.took_s
+    busiest, times = outcome.sent[-1], outcome.took_s
     return (
         outcome.nodes,
         size(outcome.plan_bytes),
@@ -61,9 +84,252 @@ def _row(outcome: Outcome, took_s: float) -> tuple[object, ...]:
     )
 
 
+# nodes in processes
+
+
+@attrs.frozen
+class Node:
+    """A bench.peer_node."""
+
+    process: subprocess.Popen[str]
+    address: str
+
+    def send(self, **command: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def receive(self) -> Brought:
+        assert self.process.stdout is not None
+        return msgspec.json.decode(self.process.stdout.readline(), type=Brought)
+
+
+@contextlib.contextmanager
+def running_node(scratch: Path, layer: Layer, peers: PeersConfig | None) -> Iterator[Node]:
+    cache = Path(tempfile.mkdtemp(prefix="cache-", dir=scratch))
+    process = subprocess.Popen([sys.executable, "-m", "bench.peer_node"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(msgspec.json.encode(Start(cache=str(cache), layer=layer, peers=peers)).decode() + "\n")
+        process.stdin.flush()
+        if process.stdout.readline() != "ready\n":
+            raise SystemExit("a node did not start")
+        yield Node(process, peers.listen if peers is not None else "")
+    finally:
+        process.stdin.close()
+        process.wait()
+        shutil.rmtree(cache)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def make_layer(scratch: Path, content_bytes: int) -> Path:
+    """Of incompressible files of 32 MiB, in chunks of 256 KiB."""
+    tree, file = scratch / "tree", scratch / "layer.weenv"
+    tree.mkdir()
+    for number in range(max(1, content_bytes >> 25)):
+        (tree / f"f{number}").write_bytes(os.urandom(32 << 20))
+    convert(tree, file, chunk_size=256 << 10)
+    shutil.rmtree(tree)
+    return file
+
+
+def only_layer(group: Group) -> Layer:
+    return Layer(source=group.source, **attrs.asdict(group.layers[0]))
+
+
+# throughput
+
+
+def throughput(arguments: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory(prefix="bench-peers-", dir=arguments.scratch) as directory:
+        scratch = Path(directory)
+        file = make_layer(scratch, arguments.size)
+        with LayerFile.open(file) as opened:
+            chunks = [(chunk.stream_offset, chunk.raw_size) for chunk in opened.toc.chunks]
+        push_group(f"oci:{scratch}/layout:t", [file])
+        layer = only_layer(resolve_group(f"oci:{scratch}/layout:t"))
+        holder_at, rows = f"127.0.0.1:{free_port()}", []
+        with running_node(scratch, layer, PeersConfig(listen=holder_at)) as holder:
+            holder.send(bring=[*range(len(chunks))])
+            whole = sum(raw for _, raw in chunks)
+            before = holder.receive().cpu_s
+            for _ in range(arguments.times):
+                for name, take in (("curl", _by_curl), ("a node", _by_node)):
+                    took_s, cpu_s = take(scratch, layer, holder_at, chunks)
+                    holder.send()
+                    after = holder.receive().cpu_s
+                    rows.append((name, whole / took_s, cpu_s, after - before))
+                    before = after
+        best = {name: max(rate for each, rate, *_ in rows if each == name) for name, *_ in rows}
+        print_table(
+            ("who takes", "MB/s", "its CPU, s/GB", "the peer's CPU, s/GB"),
+            [(name, f"{rate / 1e6:.0f}", f"{own / whole * 1e9:.2f}", f"{peer / whole * 1e9:.2f}") for name, rate, own, peer in rows],
+        )
+        print(f"\n{size(whole)}; the best: a node {best['a node'] / best['curl']:.2f} x curl")
+
+
+def _by_node(scratch: Path, layer: Layer, holder: str, chunks: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Seconds, and of CPU."""
+    with running_node(scratch, layer, PeersConfig(listen=f"127.0.0.1:{free_port()}", members=[holder])) as node:
+        node.send()
+        begun = node.receive().cpu_s
+        node.send(bring=[*range(len(chunks))])
+        brought = node.receive()
+    from_peer = brought.figures["sources"]["peer"]["misses"]
+    if from_peer != len(chunks):
+        raise SystemExit(f"expected {len(chunks)} chunks from the peer, received {from_peer}")
+    return brought.took_s, brought.cpu_s - begun
+
+
+def _by_curl(scratch: Path, layer: Layer, holder: str, chunks: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """The ranges that a node asks for, as many at once."""
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for number, chunk in enumerate(chunks):
+        groups.setdefault(group_of(number), []).append(chunk)
+    lines = []
+    for group in groups.values():
+        begin, end = group[0][0], group[-1][0] + group[-1][1]
+        lines.append(f'url = "http://{holder}/v1/layers/{layer.digest}/stream"\nrange = "{begin}-{end - 1}"\noutput = "/dev/null"\n')
+    (scratch / "curl").write_text("next\n".join(lines))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    begin_s = time.perf_counter()
+    subprocess.run(["curl", "--no-progress-meter", "-f", "--parallel", "--parallel-max", "8", "-K", scratch / "curl"], check=True)
+    took_s = time.perf_counter() - begin_s
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return took_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+# four nodes
+
+
+@attrs.define
+class ShapedLink:
+    """A TCP proxy in front of the registry: each direction late by half a round trip, the answers of all connections together at a rate."""
+
+    target: tuple[str, int]
+    rtt_s: float
+    bytes_s: float
+    sent_bytes: int = 0
+    _free_s: float = 0.0
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counted: bool) -> None:
+        """In order; a piece is sent on when its time has come, and meanwhile the next are read."""
+        loop = asyncio.get_running_loop()
+        due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(256)
+
+        async def send() -> None:
+            while (item := await due.get())[1]:
+                await asyncio.sleep(max(0.0, item[0] - loop.time()))
+                writer.write(item[1])
+                await writer.drain()
+            writer.close()
+
+        sending = asyncio.create_task(send())
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(64 << 10):
+                at_s = loop.time()
+                if counted:
+                    self.sent_bytes += len(data)
+                    self._free_s = at_s = max(at_s, self._free_s) + len(data) / self.bytes_s
+                await due.put((at_s + self.rtt_s / 2, data))
+        await due.put((0.0, b""))
+        with contextlib.suppress(ConnectionError):
+            await sending
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await asyncio.open_connection(*self.target)
+        await asyncio.gather(self._pass(reader, up_writer, counted=False), self._pass(up_reader, writer, counted=True))
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[str]:
+        """Its `HOST:PORT`."""
+        port = free_port()
+        loop = asyncio.new_event_loop()
+        ready = threading.Event()
+
+        async def serve() -> None:
+            await asyncio.start_server(self._connected, "127.0.0.1", port)
+            ready.set()
+
+        serving = loop.create_task(serve())
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        ready.wait()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            assert serving.done(), "the proxy did not start"
+
+
+def four_nodes(arguments: argparse.Namespace) -> None:
+    from bench.lazy import registry
+
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="bench-peers-", dir=arguments.scratch) as directory:
+        scratch = Path(directory)
+        (scratch / "registry").mkdir()
+        file = make_layer(scratch, arguments.size)
+        with LayerFile.open(file) as opened:
+            layer_chunks = len(opened.toc.chunks)
+        chunks = sorted(set(chosen_chunks(layer_chunks, arguments.runs, 8, seed=1)))
+        with registry(scratch / "registry") as host:
+            push_group(f"{host}/repo:t", [file])
+            name, _, port = host.partition(":")
+            for rtt_ms in arguments.rtt_ms:
+                for with_peers in (False, True):
+                    link = ShapedLink((name, int(port)), rtt_ms / 1e3, arguments.gbit * 125e6)
+                    with link.running() as shaped:
+                        layer = only_layer(resolve_group(f"{shaped}/repo:t"))
+                        link.sent_bytes = 0
+                        took_s, peer_bytes = _start_four(scratch, layer, chunks, with_peers)
+                        rows.append((rtt_ms, with_peers, link.sent_bytes, peer_bytes, took_s))
+                    if not with_peers:
+                        with link.running() as shaped:
+                            link.sent_bytes = 0
+                            _start_nodes(scratch, layer_at(layer, shaped), chunks, [None])
+                            of_one = link.sent_bytes
+                for _, with_peers, sent, peer_bytes, took_s in rows[-2:]:
+                    share = f"{size(sent)}, {sent / of_one:.2f} x one node's"
+                    peers = f"peers {'on ' if with_peers else 'off'}"
+                    print(f"{rtt_ms} ms, {peers}: from the registry {share}; from peers {size(peer_bytes)}; all after {took_s:.2f} s")
+
+
+def layer_at(layer: Layer, host: str) -> Layer:
+    return msgspec.structs.replace(layer, source=f"http://{host}/repo")
+
+
+def _start_four(scratch: Path, layer: Layer, chunks: list[int], with_peers: bool) -> tuple[float, int]:
+    names = [f"127.0.0.{i}:{free_port(f'127.0.0.{i}')}" for i in range(2, 6)]
+    configs = [PeersConfig(listen=name, members=names) if with_peers else None for name in names]
+    return _start_nodes(scratch, layer, chunks, configs)
+
+
+def _start_nodes(scratch: Path, layer: Layer, chunks: list[int], configs: Sequence[PeersConfig | None]) -> tuple[float, int]:
+    """Seconds until the last has all, and the bytes that peers sent."""
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(running_node(scratch, layer, config)) for config in configs]
+        for node in nodes:
+            node.send(bring=chunks)
+        brought = [node.receive() for node in nodes]
+    if any(one.chunks != len(chunks) for one in brought):
+        raise SystemExit(f"expected {len(chunks)} chunks, received {[one.chunks for one in brought]}")
+    return max(one.took_s for one in brought), sum(one.figures["peers"]["served_bytes"] for one in brought)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__, formatter_class=formatter)
     sub = parser.add_subparsers(required=True)
+
     simulated = sub.add_parser("simulate")
     simulated.add_argument("--nodes", type=int, nargs="+", default=[1000, 10_000])
     simulated.add_argument("--layer-chunks", type=int, default=20_000, help="of 256 KiB")
@@ -72,6 +338,21 @@ def main() -> None:
     simulated.add_argument("--link-gbit", type=float, default=10.0)
     simulated.add_argument("--seed", type=int, default=1)
     simulated.set_defaults(run=simulate)
+
+    measured = sub.add_parser("throughput")
+    measured.add_argument("--size", type=parse_size, default=512 << 20)
+    measured.add_argument("--times", type=int, default=3)
+    measured.set_defaults(run=throughput)
+
+    four = sub.add_parser("nodes")
+    four.add_argument("--size", type=parse_size, default=512 << 20)
+    four.add_argument("--runs", type=int, default=60, help="places in the layer that the plan reads: 1 to 8 chunks each")
+    four.add_argument("--rtt-ms", type=int, nargs="+", default=[1, 20])
+    four.add_argument("--gbit", type=float, default=1.0)
+    four.set_defaults(run=four_nodes)
+
+    for each in (measured, four):
+        each.add_argument("--scratch", type=Path, default=Path("/tmp"))
     arguments = parser.parse_args()
     arguments.run(arguments)
 

@@ -1,8 +1,8 @@
 """Thousands of nodes that start one plan within seconds, simulated: the decisions are those of weefs/placement.py and weefs/crowd.py, and
 the network is a model.
 
-A node asks for its pieces in the order of the plan, some at once, as weefs does; it sends one piece after the other at the rate of its link,
-and the registry sends to everybody at once. Time-outs and hedges are not modelled: what is shown is who sends how much."""
+A node asks for its pieces in the order of the plan, some at once, as weefs does; it sends one piece after the other at the rate of its
+link, and the registry sends to everybody at once. Time-outs and hedges are not modelled: what is shown is who sends how much."""
 
 from __future__ import annotations
 
@@ -106,14 +106,13 @@ class Outcome:
 class Simulation:
     """One start of a plan by many."""
 
-    def __init__(self, nodes: int, plan: Sequence[Piece], *, chunk_bytes: int, within_s: float, link_bytes_s: float, peers: bool, seed: int) -> None:
+    def __init__(self, nodes: int, plan: Sequence[Piece], *, chunk_bytes: int, within_s: float, link_bytes_s: float, seed: int) -> None:
         self.clock = Clock()
         self.nodes = {name: SimulatedNode(name) for name in (f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}:9465" for i in range(nodes))}
         self.plan = plan
         self.chunk_bytes = chunk_bytes
         self.within_s = within_s
         self.link_bytes_s = link_bytes_s
-        self.peers = peers
         self.random = random.Random(seed)
         self.from_registry: Counter[Piece] = Counter()
         self.owners: dict[int, list[str]] = {}
@@ -178,8 +177,6 @@ class Simulation:
         self.clock.fire(flight)
 
     def _from_peers(self, node: SimulatedNode, piece: Piece) -> Generator[float | Signal, None, bool]:
-        if not self.peers:
-            return False
         for place in places_to_ask(node.name, self._ranked(piece[0]), LAYER, piece[0]):
             known, to_ask = {node.name}, [place]
             while to_ask and len(known) <= REFERRALS:

@@ -257,18 +257,18 @@ class Fetcher:
             loop.remove_reader(fd)
             self._report_faults()  # of what was given up in the end
 
-    def _begin_near_or_far(self, misses: list[Miss], tasks: asyncio.TaskGroup) -> None:
+    def _begin_near_or_far(self, misses: list[Miss], tasks: asyncio.TaskGroup, *, read_ahead: bool = True) -> None:
         near: list[Miss] = []
         far: list[Miss] = []
         for miss in misses:
             (near if self._may_be_near(miss) else far).append(miss)
         if near:
-            tasks.create_task(self._from_disk(near, tasks))
-        self._begin(far, tasks)
+            tasks.create_task(self._from_disk(near, tasks, read_ahead=read_ahead))
+        self._begin(far, tasks, read_ahead=read_ahead)
 
     async def bring(self, layer: LayerSlot, chunks: Iterable[ChunkIndex], *, claim: bool = True) -> None:
-        """Fetches those that are absent, as for a reader; returns when each of them is present or was given up. Cancelled, it stops waiting
-        and nothing else. Nothing happens unless `run` runs. Without `claim`, waits for what others wait for; forever, if nobody does.
+        """Fetches those that are absent and nothing ahead of them; returns when each of them is present or was given up. Cancelled, it stops
+        waiting and nothing else. Nothing happens unless `run` runs. Without `claim`, waits for what others wait for; forever, if nobody does.
         """
         claimed: list[Miss] = []
         awaited: list[asyncio.Future[None]] = []
@@ -280,7 +280,7 @@ class Fetcher:
             elif self._is_present(layer, chunk):
                 continue
             awaited.append(self._awaited.setdefault((layer, chunk), asyncio.get_running_loop().create_future()))
-        self._begin_near_or_far(claimed, self._tasks)
+        self._begin_near_or_far(claimed, self._tasks, read_ahead=False)
         if awaited:
             await asyncio.wait(awaited)
 
@@ -301,9 +301,9 @@ class Fetcher:
             if awaited := self._awaited.pop((miss.layer, miss.chunk), None):
                 awaited.set_result(None)
 
-    def _begin(self, misses: list[Miss], tasks: asyncio.TaskGroup) -> None:
+    def _begin(self, misses: list[Miss], tasks: asyncio.TaskGroup, *, read_ahead: bool) -> None:
         """What is read ahead travels apart: nobody waits for more bytes than it asked for."""
-        for chunks, ahead in ((misses, False), (self._claim_ahead(misses), True)):
+        for chunks, ahead in ((misses, False), (self._claim_ahead(misses) if read_ahead else [], True)):
             for wanted in coalesce(chunks):
                 for piece in [wanted] if self._neighbours is None else self._neighbours.cut(wanted):
                     tasks.create_task(self._ask_around(piece, ahead, tasks))
@@ -338,7 +338,7 @@ class Fetcher:
             return True
         return self._copies is not None and self._copies.may_have(miss, self._sources[miss.layer].digest)
 
-    async def _from_disk(self, misses: list[Miss], tasks: asyncio.TaskGroup) -> None:
+    async def _from_disk(self, misses: list[Miss], tasks: asyncio.TaskGroup, *, read_ahead: bool) -> None:
         """Chunks that may be in the cache: since before the machine went down, or in another layer. Those that are not are fetched."""
         try:
             absent = await in_thread(self._from_disk_now, misses)
@@ -350,7 +350,7 @@ class Fetcher:
                 self._give_up(miss.layer, [miss], errno.EIO, "the data plane is stopping")
             raise
         self._settled(miss for miss in misses if miss not in absent)
-        self._begin(absent, tasks)
+        self._begin(absent, tasks, read_ahead=read_ahead)
 
     def _from_disk_now(self, misses: list[Miss]) -> list[Miss]:
         absent = []
