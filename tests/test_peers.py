@@ -87,6 +87,11 @@ def sent_by_registry(proxy: Proxy, layer_file: Path) -> Counter[int]:
     return times
 
 
+def absent() -> web.Response:
+    """What a peer says that has nothing and knows nobody."""
+    return web.Response(status=404, body=b'{"reason": "absent", "holders": []}')
+
+
 def blob_bytes(proxy: Proxy) -> int:
     return sum(one.received_bytes for one in proxy.blob_reads())
 
@@ -113,7 +118,8 @@ def test_the_registry_sends_each_chunk_once_to_four_nodes_that_start_at_once(
             received = sum(each["peers"]["received_bytes"] for each in figures)
             assert received >= 3 * sum(map(len, FILES.values())) * 0.8
             assert sum(each["peers"]["served_bytes"] for each in figures) >= received
-            assert sum(each["sources"]["peer"]["bytes"] for each in figures) == received
+            by_peers = [each["sources"]["peer"] for each in figures]
+            assert sum(each["bytes"] + each["metadata_bytes"] for each in by_peers) == received
             from_registry = sum(each["sources"]["registry"]["misses"] for each in figures)
             from_peers = sum(each["sources"]["peer"]["misses"] for each in figures)
             chunks = len(sent_by_registry(proxy, layer_file))
@@ -232,6 +238,46 @@ def test_a_layer_that_a_peer_described_rightly_is_used_for_a_plan(
     asyncio.run(run())
 
 
+def test_a_toc_comes_from_a_peer(proxy: Proxy, layers: list[Layer], server: RegistryServer, tmp_path: Path) -> None:
+    """From one that has it, and from one that must get it first; compared with the digest that the manifest says."""
+    push_group(f"{server.host}/other:t", [make_layer(tmp_path, "other", {"f": b"f"})])
+    other = layers_of(resolve_group(f"{proxy.host}/other:t"))
+    toc_offset = f"bytes={layers[0].toc_offset}-"
+
+    def tocs() -> int:
+        return sum(one.range is not None and one.range.startswith(toc_offset) for one in proxy.blob_reads())
+
+    async def run() -> None:
+        owner, *askers = addresses(4)
+        async with (
+            node(tmp_path / "owner", other, PeersConfig(listen=owner, members=[owner])),
+            node(tmp_path / "a", layers, PeersConfig(listen=askers[0], members=[owner])) as a,
+            node(tmp_path / "b", layers, PeersConfig(listen=askers[1], members=[owner])) as b,
+        ):
+            for mount in (a, b):
+                assert mount.plane.statistics()["sources"]["registry"]["metadata_requests"] == 0
+                assert mount.plane.statistics()["sources"]["peer"]["metadata_bytes"] == layers[0].toc_raw_size_bytes
+            assert tocs() == 1
+            unsaid = [msgspec.structs.replace(layers[0], toc_digest=None)]
+            async with node(tmp_path / "c", unsaid, PeersConfig(listen=askers[2], members=[owner])) as c:
+                assert c.plane.statistics()["sources"]["peer"]["metadata_requests"] == 0
+
+    asyncio.run(run())
+
+
+def test_a_toc_that_is_another_is_a_lie(proxy: Proxy, layers: list[Layer], tmp_path: Path) -> None:
+    async def lie(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b"no TOC")
+
+    async def run() -> None:
+        with misbehaving(lie) as liar:
+            async with node(tmp_path / "1", layers, PeersConfig(listen=addresses(1)[0], members=[liar])) as mount:
+                assert [peer["state"] for peer in mount.plane.statistics()["peers"]["members"]] == ["left_out"]
+                await read_all(mount, FILES)
+
+    asyncio.run(run())
+
+
 # peers that fail
 
 
@@ -266,6 +312,8 @@ def test_a_peer_that_dies_in_the_middle(proxy: Proxy, layers: list[Layer], layer
 
 def test_a_peer_that_cuts_its_answer_short(proxy: Proxy, layers: list[Layer], layer_file: Path, tmp_path: Path) -> None:
     async def cut(request: web.Request) -> web.StreamResponse:
+        if request.path.endswith("/toc"):
+            return absent()
         begin, _, last = request.headers["Range"].removeprefix("bytes=").partition("-")
         response = web.StreamResponse(status=206, headers={"Content-Range": f"bytes {begin}-{last}/*"})
         response.content_length = int(last) - int(begin) + 1
@@ -310,6 +358,8 @@ def test_a_peer_that_lies_is_left_out_and_the_bytes_are_right(
     asked = []
 
     async def lie(request: web.Request) -> web.StreamResponse:
+        if request.path.endswith("/toc"):
+            return absent()
         asked.append(request.headers["Range"])
         begin, _, last = request.headers["Range"].removeprefix("bytes=").partition("-")
         body = os.urandom(int(last) - int(begin) + 1)
@@ -493,7 +543,7 @@ def test_holds_are_bounded_and_given_back(big_layers: list[Layer], tmp_path: Pat
 
 def test_a_crowd_is_sent_on(layers: list[Layer], tmp_path: Path) -> None:
     async def run() -> None:
-        askers = [f"192.0.2.{i}:1" for i in range(CHILDREN + 3)]
+        askers = [f"127.0.0.1:{i}" for i in range(1, CHILDREN + 4)]
         async with cluster(tmp_path, [layers], more=askers) as [mount]:
             name, digest = peering(mount).name, layers[0].digest
             await read_all(mount, FILES)

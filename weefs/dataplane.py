@@ -485,16 +485,19 @@ class DataPlane:
             await self._release_reader(served.layer.source)
 
     async def _fetch_toc(self, layer: Layer, source: LayerSource, *, lent: bool) -> LayerRecord:
-        deadline = asyncio.get_running_loop().time() + self._policy.deadline_s
-        place = await self._toc_place(layer, source, deadline)
-        deadline += place.size / SLOWEST_BYTES_PER_S
-        stored = await self._read_metadata(source, place.offset, place.size, deadline)
-        toc = await asyncio.to_thread(_open_toc, layer.digest, stored, place)
+        toc = await self._toc_from_peers(layer)
+        toc_digest = layer.toc_digest
+        if toc is None or toc_digest is None:
+            deadline = asyncio.get_running_loop().time() + self._policy.deadline_s
+            place = await self._toc_place(layer, source, deadline)
+            deadline += place.size / SLOWEST_BYTES_PER_S
+            stored = await self._read_metadata(source, place.offset, place.size, deadline)
+            toc, toc_digest = await asyncio.to_thread(_open_toc, layer.digest, stored, place), place.digest
         record = LayerRecord(
             digest=layer.digest,
             size_bytes=layer.size_bytes,
             source=layer.source,
-            toc_digest=place.digest,
+            toc_digest=toc_digest,
             toc_size_bytes=len(toc),
             content_bytes=int.from_bytes(toc[48:56], "little"),
             chunks=int.from_bytes(toc[72 + 4 * 16 + 8 : 72 + 4 * 16 + 16], "little"),
@@ -503,6 +506,17 @@ class DataPlane:
         await asyncio.to_thread(self._cache.create, record, toc, lent=lent)
         self.room.idle_changes(len(toc))
         return record
+
+    async def _toc_from_peers(self, layer: Layer) -> bytes | None:
+        """With the digest that its manifest says. None: no peer has it."""
+        toc = await self.peering.toc(layer) if self.peering is not None else None
+        if toc is None:
+            return None
+        try:
+            await asyncio.to_thread(check_toc, bytes(toc))
+        except CoreError as error:
+            raise LayerRefused(f"layer {layer.digest}: {error.strerror}") from error
+        return bytes(toc)
 
     async def _read_metadata(self, source: LayerSource, offset: int, size: int, deadline: float) -> bytes:
         return await read_patiently(source, offset, size, deadline=deadline, policy=self._policy, metadata=True)

@@ -267,8 +267,9 @@ class Fetcher:
         self._begin(far, tasks, read_ahead=read_ahead)
 
     async def bring(self, layer: LayerSlot, chunks: Iterable[ChunkIndex], *, claim: bool = True) -> None:
-        """Fetches those that are absent and nothing ahead of them; returns when each of them is present or was given up. Cancelled, it stops
-        waiting and nothing else. Nothing happens unless `run` runs. Without `claim`, waits for what others wait for; forever, if nobody does.
+        """Fetches those that are absent and nothing ahead of them; returns when each of them is present or was given up. Cancelled, it
+        stops waiting and nothing else. Nothing happens unless `run` runs. Without `claim`, waits for what others wait for; forever, if
+        nobody does.
         """
         claimed: list[Miss] = []
         awaited: list[asyncio.Future[None]] = []

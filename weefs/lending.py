@@ -160,6 +160,9 @@ class Lending:
         finally:
             del self._opening[layer.digest]
 
+    def is_open(self, digest: str) -> bool:
+        return self._lender.describe(digest) is not None
+
     # ---- chunks ----
 
     def chunks_at(self, lent: Lent, offset: int, size: int) -> range:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import ssl
 from collections.abc import Callable
@@ -17,6 +16,8 @@ CONNECTIONS = 1024
 """Of all peers together; those of one are bounded by who asks."""
 CONNECT_S = 1.0
 IDLE_S = 30.0
+MAX_TOC_BYTES = 256 << 20
+"""Larger ones come from the registry."""
 MAX_REFUSAL_BYTES = 16 << 10
 REFUSALS = (403, 404, 503)
 """By a peer that is well and cannot help."""
@@ -80,9 +81,7 @@ class PeerClient:
         lacks them; None: only if it has them. PeerFailed.
         """
         url = f"{self._scheme}://{peer}/v1/layers/{digest}/stream"
-        headers = self._headers | {"Range": f"bytes={offset}-{offset + size - 1}"}
-        if layer is not None:
-            headers[LAYER_HEADER] = encode_layer(layer)
+        headers = self._headers_for(layer) | {"Range": f"bytes={offset}-{offset + size - 1}"}
         try:
             async with self._session.get(url, headers=headers, allow_redirects=False) as response:
                 if response.status in (206, *REFUSALS):
@@ -90,8 +89,25 @@ class PeerClient:
                 if response.status in REFUSALS:
                     return await _refusal(response)
                 return await _body(response, offset, size)
-        except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise PeerFailed(f"{url}: {type(error).__name__}: {error}") from error
+
+    async def ask_toc(self, peer: str, digest: str, layer: Layer | None) -> bytes | bytearray | Elsewhere:
+        """The layer's raw TOC, or where else it may be. `layer` as for ask(). PeerFailed."""
+        url = f"{self._scheme}://{peer}/v1/layers/{digest}/toc"
+        try:
+            async with self._session.get(url, headers=self._headers_for(layer), allow_redirects=False) as response:
+                if response.status in REFUSALS:
+                    return await _refusal(response)
+                if response.status != 200 or response.content_length is None or response.content_length > MAX_TOC_BYTES:
+                    received = f"received {response.status} with {response.content_length} bytes"
+                    raise PeerFailed(f"{url}: expected 200 with at most {MAX_TOC_BYTES} bytes, {received}")
+                return await _exactly(response, response.content_length)
+        except (aiohttp.ClientError, OSError) as error:
+            raise PeerFailed(f"{url}: {type(error).__name__}: {error}") from error
+
+    def _headers_for(self, layer: Layer | None) -> dict[str, str]:
+        return self._headers if layer is None else self._headers | {LAYER_HEADER: encode_layer(layer)}
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> Elsewhere:
@@ -109,6 +125,11 @@ async def _body(response: aiohttp.ClientResponse, offset: int, size: int) -> byt
     if not content_range.startswith(f"bytes {offset}-{offset + size - 1}/") or response.content_length != size:
         received = f"received {response.content_length} bytes as {content_range!r}"
         raise PeerFailed(f"{response.url}: expected bytes {offset} to {offset + size - 1}, {received}")
+    return await _exactly(response, size)
+
+
+async def _exactly(response: aiohttp.ClientResponse, size: int) -> bytearray:
+    """A body of a length that is said."""
     body = bytearray(size)
     at = 0
     async for piece in response.content.iter_any():

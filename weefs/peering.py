@@ -1,4 +1,4 @@
-"""The peers of a node: between the miss queue and the registry, stop 7 of a read's path. docs/peers.md is the whole picture.
+"""The peers of a node: between the miss queue and the registry, at stop 6 of a read's path. docs/peers.md is the whole picture.
 
 What is wanted is cut along groups of chunks, which do not wait for each other. Each piece is asked of its places one after the other; when
 one is slow, the next is asked as well and the first to answer wins. What comes is verified by the core. What does not come within a bounded
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -34,6 +35,8 @@ from weefs.protocol import Layer
 
 PEERS_S = 2.0
 """That peers get before the registry is asked; of the deadline, a third at most."""
+TOC_S = 2.0
+"""That each place gets to send a TOC; it may be large, and nobody waits for it who is in the middle of something."""
 REQUESTS_PER_PEER = 8
 REFERRALS = 12
 """Nodes that one is sent to by others, for one piece, at most."""
@@ -86,6 +89,10 @@ def pieces_of(wanted: Iterable[Miss], max_bytes: int = MAX_RANGE_BYTES) -> list[
         else:
             pieces.append([miss])
     return [tuple(piece) for piece in pieces]
+
+
+def _digest_of(data: bytes | bytearray) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
 class Peering:
@@ -165,8 +172,8 @@ class Peering:
             if peer in self._health and self._health[peer].state(now_s) != "left_out":
                 del self._health[peer]
 
-    def _lied(self, peer: str, digest: str, chunk: int) -> None:
-        say(f"peers: {peer} sent bytes without their digest for chunk {chunk} of {digest}, and is left out for an hour")
+    def _lied(self, peer: str, what: str) -> None:
+        say(f"peers: {peer} sent bytes without their digest for {what}, and is left out for an hour")
         self.counted.lies += 1
         self._of(peer).lied(asyncio.get_running_loop().time())
 
@@ -198,6 +205,55 @@ class Peering:
             "lies": self.counted.lies,
             "lent_layers": self.lending.kept,
         }
+
+    # ---- a layer's metadata ----
+
+    async def toc(self, layer: Layer) -> bytes | bytearray | None:
+        """The raw TOC of a layer whose manifest says its digest, from a peer; None: it must come from the layer's source."""
+        if layer.toc_digest is None:
+            return None
+        ranked = self._owners(layer.digest, placement.TOC_GROUP)
+        loop = asyncio.get_running_loop()
+        for place in placement.places_to_ask(self.name, ranked, layer.digest, placement.TOC_GROUP):
+            if not self._of(place).may_ask(loop.time()):
+                continue
+            try:
+                async with asyncio.timeout(TOC_S):
+                    toc = await self._toc_from(place, layer)
+            except TimeoutError:
+                self._of(place).failed(loop.time())
+                continue
+            if toc is not None:
+                return toc
+        return None
+
+    async def _toc_from(self, place: str, layer: Layer) -> bytes | bytearray | None:
+        """From it, or those that it refers to."""
+        loop = asyncio.get_running_loop()
+        known, to_ask = {self.name}, [place]
+        while to_ask and len(known) <= REFERRALS:
+            peer = to_ask.pop(0)
+            known.add(peer)
+            described = None if peer != place or source_host(layer.source) is None else layer
+            begin_s = loop.time()
+            self._core.count_traffic("peer", metadata_requests=1)
+            try:
+                answer = await self._client.ask_toc(peer, layer.digest, described)
+            except PeerFailed:
+                self._of(peer).failed(loop.time())
+                continue
+            self._of(peer).answered(loop.time() - begin_s)
+            if isinstance(answer, Elsewhere):
+                further = [holder for holder in answer.holders if holder in self.members.names and holder not in known]
+                to_ask = [*further, *to_ask]
+            elif await in_thread(_digest_of, answer) == layer.toc_digest:
+                self._core.count_traffic("peer", metadata_bytes=len(answer), fetch_s=loop.time() - begin_s)
+                self.counted.received_bytes += len(answer)
+                self._of(peer).received_bytes += len(answer)
+                return answer
+            else:
+                self._lied(peer, f"the TOC of {layer.digest}")
+        return None
 
     # ---- taking ----
 
@@ -384,7 +440,7 @@ class Peering:
             published = await in_thread(self._publish_now, piece, brought.body)
         self._core.count_traffic("peer", misses=len(piece) - len(published.damaged) - len(published.unplaced))
         if published.damaged:
-            self._lied(brought.peer, digest, published.damaged[0].chunk)
+            self._lied(brought.peer, f"chunk {published.damaged[0].chunk} of {digest}")
         if published.unwritten:
             self._room.lacking()
         else:

@@ -8,11 +8,12 @@ same chunk (crowd.py).
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import os
 import re
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import attrs
@@ -25,7 +26,8 @@ from weefs.errors import WeefsError
 from weefs.lending import Lending, Lent, MayNotOpen
 from weefs.log import say, say_traceback
 from weefs.peerclient import LAYER_HEADER, PEER_HEADER, Refusal, decode_layer
-from weefs.placement import before, group_of
+from weefs.placement import TOC_GROUP, before, group_of
+from weefs.protocol import Layer
 
 MAX_RANGE_BYTES = 16 << 20
 MAX_CONNECTIONS = 4096
@@ -40,7 +42,7 @@ ARRIVAL_S = 0.1
 CROWD_WAIT_S = 1.0
 """For the first of a crowd to have a chunk, to whom the others are referred."""
 
-_PATH = re.compile(r"/v1/layers/(sha256:[0-9a-f]{64})/stream")
+_PATH = re.compile(r"/v1/layers/(sha256:[0-9a-f]{64})/(stream|toc)")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 
 
@@ -136,42 +138,94 @@ class PeerServer:
             given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
             if not hmac.compare_digest(given, self._authorization):
                 return self._refused(401, "wrong token")
-        path, wanted = _PATH.fullmatch(request.path), _RANGE.fullmatch(request.headers.get("Range", ""))
-        if request.method != "GET" or path is None or wanted is None:
-            return self._refused(400, "expected GET /v1/layers/DIGEST/stream with Range: bytes=A-B")
-        offset, size = int(wanted[1]), int(wanted[2]) - int(wanted[1]) + 1
-        if not 0 < size <= MAX_RANGE_BYTES:
-            return self._refused(416, f"expected 1 to {MAX_RANGE_BYTES} bytes, received {size}")
+        path = _PATH.fullmatch(request.path)
+        if request.method != "GET" or path is None:
+            return self._refused(400, "expected GET /v1/layers/DIGEST/stream or …/toc")
+        digest = path[1]
         try:
             layer = decode_layer(request.headers[LAYER_HEADER]) if LAYER_HEADER in request.headers else None
         except (ValueError, msgspec.MsgspecError) as error:
             return self._refused(400, f"{LAYER_HEADER}: {error}")
-        if layer is not None and layer.digest != path[1]:
-            return self._refused(400, f"{LAYER_HEADER}: expected {path[1]}, received {layer.digest}")
-        try:
-            async with asyncio.timeout(PULL_S):
-                lent = await self._shelf.lend(path[1], layer)
-        except TimeoutError:
-            lent = None
+        if layer is not None and layer.digest != digest:
+            return self._refused(400, f"{LAYER_HEADER}: expected {digest}, received {layer.digest}")
+        if path[2] == "toc":
+            return await self._answer_toc(request, digest, layer)
+        wanted = _RANGE.fullmatch(request.headers.get("Range", ""))
+        if wanted is None:
+            return self._refused(400, "expected Range: bytes=A-B")
+        offset, size = int(wanted[1]), int(wanted[2]) - int(wanted[1]) + 1
+        if not 0 < size <= MAX_RANGE_BYTES:
+            return self._refused(416, f"expected 1 to {MAX_RANGE_BYTES} bytes, received {size}")
+        lent = await self._lend(digest, layer)
         if lent is None:
             return self._refused(404, "absent")
         try:
-            return await self._send_or_refer(request, path[1], lent, offset, size, may_wait=layer is not None)
+            return await self._answer_stream(request, digest, lent, offset, size, described=layer is not None)
         finally:
             self._shelf.give_back(lent)
 
-    async def _send_or_refer(
-        self, request: web.BaseRequest, digest: str, lent: Lent, offset: int, size: int, *, may_wait: bool
+    async def _lend(self, digest: str, layer: Layer | None) -> Lent | None:
+        try:
+            async with asyncio.timeout(PULL_S):
+                return await self._shelf.lend(digest, layer)
+        except TimeoutError:
+            return None
+
+    async def _answer_stream(
+        self, request: web.BaseRequest, digest: str, lent: Lent, offset: int, size: int, *, described: bool
     ) -> web.StreamResponse:
         try:
             chunks = self._shelf.chunks_at(lent, offset, size)
         except CoreError as error:
             return self._refused(416, error.strerror or "")
         group = group_of(chunks.start)
+        pull = described and self._may_wait(request, digest, group)
+        send = functools.partial(self._send, request, lent, chunks, offset, size, pull=pull)
+        return await self._send_or_refer(request, digest, group, bits_of(chunks, group), send)
+
+    async def _answer_toc(self, request: web.BaseRequest, digest: str, layer: Layer | None) -> web.StreamResponse:
+        pull = layer is not None and self._may_wait(request, digest, TOC_GROUP)
+
+        async def send() -> web.StreamResponse:
+            lent = await self._lend(digest, layer) if pull or self._shelf.is_open(digest) else None
+            if lent is None:
+                return self._refused(404, "absent")
+            try:
+                return await self._send_toc(request, lent)
+            finally:
+                self._shelf.give_back(lent)
+
+        return await self._send_or_refer(request, digest, TOC_GROUP, 1, send)
+
+    async def _send_toc(self, request: web.BaseRequest, lent: Lent) -> web.StreamResponse:
+        with lent.borrowed.data.with_name("toc").open("rb", buffering=0) as toc:
+            size = os.fstat(toc.fileno()).st_size
+            response = web.StreamResponse()
+            response.content_type = "application/octet-stream"
+            response.content_length = size
+            await response.prepare(request)
+            if request.transport is None or await asyncio.get_running_loop().sendfile(request.transport, toc, 0, size) != size:
+                raise ConnectionResetError("the peer is gone, or the file is shorter")
+            await response.write_eof()
+        self._count_sent(request, 200, size)
+        return response
+
+    def _count_sent(self, request: web.BaseRequest, status: int, size: int) -> None:
+        self.served.by_status[status] = self.served.by_status.get(status, 0) + 1
+        self.served.bytes += size
+        self._on_sent(request.headers.get(PEER_HEADER, ""), size)
+
+    def _may_wait(self, request: web.BaseRequest, digest: str, group: int) -> bool:
+        """Whether the asker may wait until this node has it: one that ranks behind it, or is no member."""
+        asker = request.headers.get(PEER_HEADER, "")
+        return asker not in self._members() or before(self._name, asker, digest, group)
+
+    async def _send_or_refer(
+        self, request: web.BaseRequest, digest: str, group: int, bits: int, send: Callable[[], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
         asker = request.headers.get(PEER_HEADER, "")
         if asker not in self._members():  # nobody can be referred to it
-            return await self._send(request, lent, chunks, offset, size, pull=may_wait)
-        bits = bits_of(chunks, group)
+            return await send()
         loop = asyncio.get_running_loop()
         until = loop.time() + CROWD_WAIT_S
         while not (admitted := self._crowd.admit(digest, group, bits, asker, loop.time())).send:
@@ -181,9 +235,8 @@ class PeerServer:
             await self._somebody_has_it(digest, group, until)
         complete = False
         try:
-            pull = may_wait and before(self._name, asker, digest, group)
-            answer = await self._send(request, lent, chunks, offset, size, pull=pull)
-            complete = answer.status == 206
+            answer = await send()
+            complete = answer.status in (200, 206)
             return answer
         finally:
             (self._crowd.sent if complete else self._crowd.failed)(digest, group, bits, asker, loop.time())
@@ -252,7 +305,5 @@ class PeerServer:
             raise ConnectionResetError("a chunk was lost while it was sent")
         await response.write(last)
         await response.write_eof()
-        self.served.by_status[206] = self.served.by_status.get(206, 0) + 1
-        self.served.bytes += size
-        self._on_sent(request.headers.get(PEER_HEADER, ""), size)
+        self._count_sent(request, 206, size)
         return response

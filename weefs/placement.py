@@ -17,6 +17,8 @@ from hashlib import blake2b
 
 GROUP_CHUNKS = 16
 OWNERS = 3
+TOC_GROUP = -1
+"""Stands for a layer's TOC, which has owners of its own. Who wants chunks may wait for their TOC, but never the other way round."""
 
 
 def group_of(chunk: int) -> int:
