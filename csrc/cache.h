@@ -42,7 +42,7 @@
 enum cache_bitmap { BITS_PRESENT, BITS_TOUCHED, BITS_SUSPECT, BITMAPS };
 
 /* Ranges of the stream that are being sent to peers, straight from the data file: the clock passes their chunks over. */
-#define CACHE_HOLDS 64u
+#define CACHE_HOLDS 256u
 
 struct cache_hold {
 	uint32_t first, end;	/* chunks; empty: the place is free */
@@ -66,6 +66,7 @@ struct cache {
 	struct cache_budget *budget;	/* NULL: unbounded */
 	uint32_t hand;			/* the clock's: the next chunk that it looks at */
 	struct cache_hold holds[CACHE_HOLDS];	/* under `lock` */
+	uint32_t n_holds;		/* in use of them; under `lock` */
 };
 
 /* Takes duplicates of both descriptors; cache_close() takes NULL and half-opened ones. */

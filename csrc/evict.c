@@ -88,7 +88,7 @@ static int drop(struct cache *cache, uint64_t word, uint64_t chunks, uint64_t *r
 
 static bool is_held(const struct cache *cache, uint32_t chunk)
 {
-	for (uint32_t i = 0; i < CACHE_HOLDS; i++)
+	for (uint32_t i = 0; cache->n_holds && i < CACHE_HOLDS; i++)
 		if (cache->holds[i].first <= chunk && chunk < cache->holds[i].end)
 			return true;
 	return false;
@@ -105,8 +105,10 @@ int cache_hold(struct cache *cache, uint32_t first, uint32_t end)
 	for (uint32_t chunk = first; r >= 0 && chunk < end; chunk++)
 		if (!cache_has(cache, chunk))
 			r = -ENODATA;
-	if (r >= 0)
+	if (r >= 0) {
 		cache->holds[r] = (struct cache_hold){.first = first, .end = end};
+		cache->n_holds++;
+	}
 	pthread_mutex_unlock(&cache->lock);
 	for (uint32_t chunk = first; r >= 0 && chunk < end; chunk++)
 		cache_touch(cache, chunk);
@@ -119,6 +121,8 @@ int cache_unhold(struct cache *cache, uint32_t hold)
 
 	pthread_mutex_lock(&cache->lock);
 	r = cache->holds[hold].spoiled ? -ESTALE : 0;
+	if (cache->holds[hold].first < cache->holds[hold].end)
+		cache->n_holds--;
 	cache->holds[hold] = (struct cache_hold){0};
 	pthread_mutex_unlock(&cache->lock);
 	return r;

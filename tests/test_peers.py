@@ -23,7 +23,7 @@ from strategies import make_content
 
 from layerformat import Layer as LayerFile
 from registry import push_group, resolve_group
-from weefs import placement
+from weefs import peerserver, placement
 from weefs.core import ChunkIndex, CoreError
 from weefs.crowd import CHILDREN
 from weefs.errors import LayerRefused
@@ -519,6 +519,25 @@ def test_what_is_lost_while_it_is_sent_is_not_sent_to_its_end(big_layers: list[L
     asyncio.run(run())
 
 
+def test_a_peer_that_does_not_read_on_is_cut_off(big_layers: list[Layer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep chunks from being evicted for as long as it likes."""
+    monkeypatch.setattr(peerserver, "SEND_S", 0.05)
+    digest = big_layers[0].digest
+
+    async def run() -> None:
+        async with cluster(tmp_path, [big_layers]) as [mount]:
+            await read_all(mount, BIG)
+            core, slot = mount.plane._core, mount.plane._layers[digest].slot
+            reader, writer = await paused_answer(peering(mount).name, digest, CHUNK * 200)
+            await wait_until(lambda: peering(mount).server.served.aborted == 1)
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await reader.readexactly(CHUNK * 200)
+            writer.close()
+            assert sum(core.sweep(slot, 1 << 40).freed for _ in range(2)) > 0
+
+    asyncio.run(run())
+
+
 def test_holds_are_bounded_and_given_back(big_layers: list[Layer], tmp_path: Path) -> None:
     async def run() -> None:
         async with cluster(tmp_path, [big_layers]) as [mount]:
@@ -526,11 +545,11 @@ def test_holds_are_bounded_and_given_back(big_layers: list[Layer], tmp_path: Pat
             assert core.hold(slot, range(1)) is None
             await read_all(mount, BIG)
             holds = []
-            for _ in range(64):
+            for _ in range(256):
                 hold = core.hold(slot, range(1))
                 assert hold is not None
                 holds.append(hold)
-            assert len(set(holds)) == 64
+            assert len(set(holds)) == 256
             with pytest.raises(CoreError, match="busy"):
                 core.hold(slot, range(1))
             assert (await ask(peering(mount).name, big_layers[0].digest, 0, 1)).status == 503

@@ -93,11 +93,6 @@ class Crowd:
             if not record.under_way | record.complete:
                 del known.nodes[asker]
 
-    def forget(self, asker: str) -> None:
-        """A node that is a member no more."""
-        for known in self._groups.values():
-            known.nodes.pop(asker, None)
-
     def _group(self, layer: str, group: int, now_s: float) -> _Group:
         key = (layer, group)
         known = self._groups.get(key)

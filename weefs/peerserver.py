@@ -15,6 +15,7 @@ import re
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import IO
 
 import attrs
 import msgspec
@@ -39,6 +40,9 @@ PULL_S = 5.0
 """Longer than askers wait: what comes later is of use to the next."""
 ARRIVAL_S = 0.1
 """For chunks that may be on their way to this node: whoever sent them may have referred others to it a moment ago."""
+SEND_S = 30.0
+"""For one answer: whoever takes longer keeps what it is sent from being evicted."""
+MAX_SAID = 64
 CROWD_WAIT_S = 1.0
 """For the first of a crowd to have a chunk, to whom the others are referred."""
 
@@ -85,6 +89,7 @@ class PeerServer:
         self._crowd = Crowd(name)
         self._arrivals: dict[tuple[str, int], asyncio.Event] = {}
         self._requests = 0
+        self._said: set[str] = set()
         self._server = web.Server(
             self._answer, access_log=None, keepalive_timeout=IDLE_S, max_field_size=MAX_HEADER_BYTES, max_line_size=MAX_HEADER_BYTES,
             handler_cancellation=True,
@@ -115,8 +120,8 @@ class PeerServer:
         self._requests += 1
         try:
             return await self._checked(request)
-        except (MayNotOpen, WeefsError) as error:
-            say(f"peers: {request.headers.get(PEER_HEADER, request.remote)}: {error}")
+        except WeefsError as error:
+            self._say_once(f"peers: {error}")
             return self._refused(403 if isinstance(error, MayNotOpen) else 404, str(error))
         except ConnectionError:  # the peer is gone, or must be told so: nothing more can be said to it
             if request.transport is not None:
@@ -127,6 +132,12 @@ class PeerServer:
             return self._refused(500, "a defect; the log of the node says more")
         finally:
             self._requests -= 1
+
+    def _say_once(self, sentence: str) -> None:
+        """Peers repeat what they ask."""
+        if sentence not in self._said and len(self._said) < MAX_SAID:
+            self._said.add(sentence)
+            say(sentence)
 
     def _refused(self, status: int, reason: str, holders: tuple[str, ...] = ()) -> web.Response:
         self.served.by_status[status] = self.served.by_status.get(status, 0) + 1
@@ -204,7 +215,7 @@ class PeerServer:
             response.content_type = "application/octet-stream"
             response.content_length = size
             await response.prepare(request)
-            if request.transport is None or await asyncio.get_running_loop().sendfile(request.transport, toc, 0, size) != size:
+            if request.transport is None or await _send_file(request.transport, toc, 0, size) != size:
                 raise ConnectionResetError("the peer is gone, or the file is shorter")
             await response.write_eof()
         self._count_sent(request, 200, size)
@@ -295,9 +306,7 @@ class PeerServer:
         if transport is None:
             raise ConnectionResetError("the peer is gone")
         with os.fdopen(lent.data_fd, "rb", buffering=0, closefd=False) as data:
-            sent = 0
-            if size > 1:
-                sent = await asyncio.get_running_loop().sendfile(transport, data, offset, size - 1)
+            sent = await _send_file(transport, data, offset, size - 1)
             last = os.pread(lent.data_fd, 1, offset + size - 1)
         if sent != size - 1 or len(last) != 1 or not release():
             self.served.aborted += 1
@@ -307,3 +316,14 @@ class PeerServer:
         await response.write_eof()
         self._count_sent(request, 206, size)
         return response
+
+
+async def _send_file(transport: asyncio.Transport, file: IO[bytes], offset: int, size: int) -> int:
+    """How many bytes went out: fewer than `size` when the file is shorter; -1 when it took too long."""
+    if size == 0:
+        return 0
+    try:
+        async with asyncio.timeout(SEND_S):
+            return await asyncio.get_running_loop().sendfile(transport, file, offset, size)
+    except TimeoutError:
+        return -1
