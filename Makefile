@@ -4,7 +4,7 @@ PYTHON ?= /usr/bin/python3
 VENV := build/venv
 BIN := $(VENV)/bin
 C_SOURCES := $(wildcard csrc/*.c csrc/*.h)
-C_CORE := toc plan cache evict digests read miss session stats super objects tree erofs fuse xattr mount publish weefs
+C_CORE := toc plan cache evict digests read seen miss session stats super objects tree erofs fuse xattr mount publish weefs
 WARNINGS := -std=gnu11 -O2 -Wall -Wextra -Werror
 FUZZ_SECONDS ?= 600
 

@@ -229,6 +229,13 @@ void miss_done(struct miss_queue *queue, const struct read_request *request)
 	pthread_mutex_unlock(&queue->lock);
 }
 
+static void enqueue(struct miss_queue *queue, struct flight *flight)
+{
+	flight->queued = true;
+	*queue->last_queued = flight;
+	queue->last_queued = &flight->next_queued;
+}
+
 /* Adds the request to the flights of its absent chunks, beginning those that nobody has begun. All or nothing. */
 static int join_flights(struct miss_queue *queue, struct pending *pending, const uint32_t *chunks, uint32_t n)
 {
@@ -249,11 +256,8 @@ static int join_flights(struct miss_queue *queue, struct pending *pending, const
 		}
 		n_fresh++;
 	}
-	for (uint32_t i = 0; i < n_fresh; i++) {
-		fresh[i]->queued = true;
-		*queue->last_queued = fresh[i];
-		queue->last_queued = &fresh[i]->next_queued;
-	}
+	for (uint32_t i = 0; i < n_fresh; i++)
+		enqueue(queue, fresh[i]);
 	for (uint32_t i = 0; i < n; i++) {
 		struct flight *flight = *find_flight(queue, layer, chunks[i]);
 		struct waiter *waiter = &pending->waiters[pending->waiting];
@@ -480,16 +484,16 @@ uint64_t miss_oldest(const struct miss_queue *queue)
 	return oldest_of(queue->first_failed, oldest_of(queue->pending, 0));
 }
 
-static struct weefs_miss miss_of(const struct layer *layer, uint32_t chunk)
+void miss_describe(const struct layer *layer, uint32_t chunk, struct weefs_miss *ret_miss)
 {
 	const struct toc_chunk *record = &layer->toc.chunks[chunk];
 
-	return (struct weefs_miss){.layer = layer->slot,
-				   .chunk = chunk,
-				   .stored_size = record->stored_size,
-				   .raw_size = record->raw_size,
-				   .blob_offset = record->blob_offset,
-				   .stream_offset = record->stream_offset};
+	*ret_miss = (struct weefs_miss){.layer = layer->slot,
+					.chunk = chunk,
+					.stored_size = record->stored_size,
+					.raw_size = record->raw_size,
+					.blob_offset = record->blob_offset,
+					.stream_offset = record->stream_offset};
 }
 
 uint32_t miss_take(struct miss_queue *queue, struct weefs_miss *ret_misses, uint32_t n)
@@ -505,7 +509,7 @@ uint32_t miss_take(struct miss_queue *queue, struct weefs_miss *ret_misses, uint
 			queue->last_queued = &queue->first_queued;
 		flight->next_queued = NULL;
 		flight->queued = false;
-		ret_misses[taken++] = miss_of(flight->layer, flight->chunk);
+		miss_describe(flight->layer, flight->chunk, &ret_misses[taken++]);
 	}
 	pthread_mutex_unlock(&queue->lock);
 	return taken;
@@ -531,6 +535,25 @@ int miss_claim(struct miss_queue *queue, struct layer *layer, uint32_t chunk, st
 		r = add_flight(queue, layer, chunk) ? 1 : -ENOMEM;
 	pthread_mutex_unlock(&queue->lock);
 	if (r == 1)
-		*ret_miss = miss_of(layer, chunk);
+		miss_describe(layer, chunk, ret_miss);
 	return r;
+}
+
+void miss_give_back(struct miss_queue *queue, struct layer *layer, uint32_t chunk)
+{
+	struct flight *flight;
+
+	pthread_mutex_lock(&queue->lock);
+	flight = *find_flight(queue, layer, chunk);
+	if (flight && flight->waiters && !flight->queued) {
+		enqueue(queue, flight);
+		miss_ring(queue);
+		flight = NULL;
+	} else if (flight && !flight->queued) {
+		remove_flight(queue, layer, chunk);
+	} else {
+		flight = NULL;
+	}
+	pthread_mutex_unlock(&queue->lock);
+	free(flight);
 }

@@ -3,6 +3,8 @@
  *
  *              reader needs it            weefs_take_misses()
  *   (absent) ------------------> QUEUED ------------------> TAKEN --- publish --> present, its waiters are answered
+ *       |                          ^                          |
+ *       |                          +------ weefs_unclaim() ---|   (absent again if nobody waits)
  *       |                                                     |
  *       +-------------------- weefs_claim() ----------------> |------- fail ----> absent, its waiters get EIO
  *
@@ -140,5 +142,11 @@ uint32_t miss_take_faults(struct miss_queue *queue, struct weefs_fault *ret_faul
 
 /* Begins a flight that is the caller's: 1; 0 when the chunk is present or has a flight; -ENOMEM. */
 int miss_claim(struct miss_queue *queue, struct layer *layer, uint32_t chunk, struct weefs_miss *ret_miss);
+
+/* A chunk, whatever state it is in. */
+void miss_describe(const struct layer *layer, uint32_t chunk, struct weefs_miss *ret_miss);
+
+/* Ends a flight whose claimant could not get the chunk, if no request waits for it; else it is to be taken as a miss. */
+void miss_give_back(struct miss_queue *queue, struct layer *layer, uint32_t chunk);
 
 #endif

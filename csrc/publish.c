@@ -55,6 +55,64 @@ int weefs_claim(struct weefs *w, uint32_t slot, uint32_t chunk, struct weefs_mis
 	return r;
 }
 
+/* Whether a chunk may lengthen a range of the blob that begins with `first` and ends with `last`. */
+static bool lengthens(const struct weefs_miss *first, const struct weefs_miss *last, const struct toc_chunk *next, uint64_t size)
+{
+	return next->blob_offset == last->blob_offset + last->stored_size && next->blob_offset + next->stored_size - first->blob_offset <= size;
+}
+
+int weefs_claim_run(struct weefs *w, uint32_t slot, uint32_t from, uint64_t size, struct weefs_miss *ret_misses, uint32_t n)
+{
+	struct layer *layer = super_use_layer(w, slot);
+	int claimed = 0;
+
+	if (!layer)
+		return -ENOENT;
+	for (uint32_t chunk = from; chunk < layer->toc.n_chunks && (uint32_t)claimed < n; chunk++) {
+		bool absent = !cache_has(&layer->cache, chunk);
+
+		if (claimed && (!absent || !lengthens(&ret_misses[0], &ret_misses[claimed - 1], &layer->toc.chunks[chunk], size)))
+			break;
+		if (absent && miss_claim(&w->misses, layer, chunk, &ret_misses[claimed]) == 1)
+			claimed++;
+		else if (claimed)
+			break;
+	}
+	super_unuse_layer(w, layer);
+	return claimed;
+}
+
+int weefs_unclaim(struct weefs *w, uint32_t slot, uint32_t chunk)
+{
+	struct layer *layer = layer_with_chunk(w, slot, chunk);
+
+	if (!layer)
+		return -ENOENT;
+	miss_give_back(&w->misses, layer, chunk);
+	super_unuse_layer(w, layer);
+	return 0;
+}
+
+int weefs_describe_chunk(struct weefs *w, uint32_t slot, uint32_t chunk, struct weefs_miss *ret_chunk)
+{
+	struct layer *layer = layer_with_chunk(w, slot, chunk);
+
+	if (!layer)
+		return -ENOENT;
+	miss_describe(layer, chunk, ret_chunk);
+	super_unuse_layer(w, layer);
+	return 0;
+}
+
+int weefs_first_reads(struct weefs *w, uint32_t slot, uint32_t since, uint32_t *ret_chunks, uint32_t n)
+{
+	struct layer *layer = super_use_layer(w, slot);
+	int r = layer ? (int)seen_list(&layer->seen, since, ret_chunks, n < INT32_MAX ? n : INT32_MAX) : -ENOENT;
+
+	super_unuse_layer(w, layer);
+	return r;
+}
+
 static void answer_ready(struct weefs *w, struct pending *ready)
 {
 	while (ready) {

@@ -82,13 +82,16 @@ uint32_t read_missing(struct layer *layer, const struct toc_inode *inode, uint64
 		 * legal; miss_wait() copes with doubles. */
 		if (chunk < next && missing && ret_chunks[missing - 1] == chunk)
 			chunk = next;
-		for (; chunk < toc->n_chunks && toc->chunks[chunk].stream_offset < piece.stream_offset + piece.length && missing < n; chunk++)
+		for (; chunk < toc->n_chunks && toc->chunks[chunk].stream_offset < piece.stream_offset + piece.length && missing < n; chunk++) {
+			if (!pending)
+				seen_note(&layer->seen, chunk, toc->chunks[chunk].raw_size);
 			if (!cache_has(&layer->cache, chunk)) {
 				if (!pending_held(pending, chunk))
 					ret_chunks[missing++] = chunk;
 			} else if (!pending) {
 				cache_touch(&layer->cache, chunk);
 			}
+		}
 		next = chunk;
 	}
 	return missing;

@@ -7,7 +7,7 @@
 /* In both: what `pending` holds counts as present; it may be NULL.
  *
  * The absent chunks that `size` bytes at `offset` of a regular inode need: at most `n` of them in `ret_chunks`. Returns their number. The others
- * are touched, unless the request had to wait for some. */
+ * are touched, unless the request had to wait for some. All are noted as read (seen.h), when the request is looked at first. */
 uint32_t read_missing(struct layer *layer, const struct toc_inode *inode, uint64_t offset, uint32_t size, const struct pending *pending,
 		      uint32_t *ret_chunks, uint32_t n);
 

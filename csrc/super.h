@@ -19,6 +19,7 @@
 #include "miss.h"
 #include "node.h"
 #include "plan.h"
+#include "seen.h"
 #include "session.h"
 #include "toc.h"
 
@@ -31,6 +32,7 @@ struct layer {
 	void *toc_map;
 	uint64_t toc_size;
 	struct cache cache;
+	struct seen seen;
 	uint32_t slot;
 	uint64_t generation;
 	_Atomic uint32_t plans;	/* that it is in; changed under the superblock's lock */

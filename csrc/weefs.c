@@ -74,6 +74,7 @@ static void layer_free(struct layer *layer)
 	if (!layer)
 		return;
 	cache_close(&layer->cache);
+	seen_close(&layer->seen);
 	if (layer->toc_map)
 		munmap(layer->toc_map, layer->toc_size);
 	free(layer);
@@ -225,6 +226,8 @@ int weefs_add_layer(struct weefs *w, const struct weefs_place *place, int toc_fd
 	if (layer)
 		strcpy(layer->name, name);
 	r = layer ? layer_open(toc_fd, toc_size, data_fd, map_fd, boot_id, &w->budget, layer, error) : -ENOMEM;
+	if (r == 0)
+		r = seen_open(&layer->seen, layer->toc.n_chunks);
 
 	if (r == 0) {
 		layer->slot = place->slot;
@@ -313,6 +316,8 @@ int weefs_layer_info(struct weefs *w, uint32_t slot, struct weefs_layer_info *re
 		.present_raw = atomic_load(&layer->cache.present_raw),
 		.room = atomic_load(&layer->cache.room),
 		.suspect_chunks = cache_count_suspects(&layer->cache),
+		.read_chunks = atomic_load(&layer->seen.n),
+		.read_raw = atomic_load(&layer->seen.raw),
 	};
 	super_unuse_layer(w, layer);
 	return 0;

@@ -69,6 +69,8 @@ struct weefs_layer_info {
 	uint64_t present_raw;		/* stream bytes of the present chunks */
 	uint64_t room;			/* bytes on disk of the present and the suspect chunks */
 	uint32_t suspect_chunks;	/* present when the machine went down, and not verified since */
+	uint32_t read_chunks;		/* that weefs_first_reads() has */
+	uint64_t read_raw;		/* their stream bytes */
 };
 
 struct weefs_plan_info {
@@ -240,6 +242,21 @@ void weefs_answer_faults(struct weefs *w, uint64_t through);
 /* Claims a chunk that no reader waits for, to fetch it ahead: 1 when it is now the caller's to publish or fail, 0
  * when it is present or somebody fetches it. */
 int weefs_claim(struct weefs *w, uint32_t layer, uint32_t chunk, struct weefs_miss *ret_miss);
+
+/* Claims, of the chunks from `from` on, the first that can be, and those behind it up to the first that cannot, or until their blob bytes are
+ * `size`: a range of the blob. How many, at most `n`; one at least, if there is one, whatever its size. */
+int weefs_claim_run(struct weefs *w, uint32_t layer, uint32_t from, uint64_t size, struct weefs_miss *ret_misses, uint32_t n);
+
+/* Gives a claimed chunk back: absent again if no reader waits for it by now; else it comes by weefs_take_misses(), for whoever fetches what
+ * readers wait for. */
+int weefs_unclaim(struct weefs *w, uint32_t layer, uint32_t chunk);
+
+/* A chunk, whether it is present, claimed or neither. */
+int weefs_describe_chunk(struct weefs *w, uint32_t layer, uint32_t chunk, struct weefs_miss *ret_chunk);
+
+/* The chunks of a layer in the order of their first READ since it was added, from the `since`th on: up to `n`; how many. What the kernel
+ * has in its page cache is read without a READ; of a layer that is added for the first time in this session, it has nothing. */
+int weefs_first_reads(struct weefs *w, uint32_t layer, uint32_t since, uint32_t *ret_chunks, uint32_t n);
 
 /* The only way into the cache: decompress, compare the digest, write, mark as present, answer the readers that wait for it. 1: the
  * cache has no room for it; its readers are answered all the same, and the next one asks again. -ENOSPC: they cannot be, since too much waits so.

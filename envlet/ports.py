@@ -31,6 +31,8 @@ class LayerRef:
     """None in the three: the manifest does not say; read the footer."""
     toc_raw_size_bytes: int | None = None
     """After decompression; None: as the frame itself says."""
+    group: str | None = None
+    """Digest of the manifest that it is of."""
 
 
 @attrs.frozen

@@ -21,7 +21,7 @@ class RegistryResolver:
             reference=group.reference,
             digest=group.digest,
             role=group.role,
-            layers=tuple(LayerRef(source=group.source, **attrs.asdict(layer)) for layer in group.layers),
+            layers=tuple(LayerRef(source=group.source, group=group.digest, **attrs.asdict(layer)) for layer in group.layers),
             env=group.config.env,
             workdir=group.config.workdir,
             user=group.config.user,

@@ -22,8 +22,9 @@ import aiohttp
 
 from registry import challenges
 from registry.credentials import Credentials
-from registry.errors import AuthenticationFailed, RegistryError, Unreachable, error_of_status
+from registry.errors import AuthenticationFailed, IntegrityError, RegistryError, Unreachable, error_of_status
 from registry.ranges import Connections
+from registry.referrers import find
 
 MAX_REDIRECTS = 5
 MAX_PLACES = 4096
@@ -91,6 +92,22 @@ class HttpRanges:
                 if response.content_length is None:
                     raise RegistryError(f"{url}: expected a Content-Length, received none")
                 return response.content_length
+
+    async def attached(self, digest: str, artifact_type: str, max_bytes: int) -> bytes | None:
+        without = self._connections.without_referrers
+        found, lists = await find(self._get, digest, artifact_type, max_bytes, lists_referrers=self._host not in without)
+        if not lists:
+            without.add(self._host)
+        return found
+
+    async def _get(self, path: str, accept: str, max_bytes: int) -> bytes:
+        url = f"{self._base}/{path}"
+        with _translated(url):
+            async with await self._request("GET", url, {"Accept": accept, "Accept-Encoding": "identity"}) as response:
+                data = await _read_up_to(response, max_bytes + 1)
+        if len(data) > max_bytes:
+            raise IntegrityError(f"{url}: expected at most {max_bytes} bytes, received more")
+        return data
 
     async def _request(self, method: str, url: str, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
         """A response of 2xx."""

@@ -13,7 +13,7 @@ import fcntl
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +23,7 @@ from registry.errors import IntegrityError, InvalidReference, NotFound, Registry
 from registry.manifest import GROUP_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES, Descriptor, digest_of, digest_of_stream
 
 TAG = "org.opencontainers.image.ref.name"
+CREATED = "org.opencontainers.image.created"
 MAX_INDEX_BYTES = 64 << 20
 _COPY_BYTES = 1 << 20
 _VERSION = b'{"imageLayoutVersion":"1.0.0"}'
@@ -157,15 +158,33 @@ class Layout:
 
     def tag(self, tag: str | None, manifest: bytes) -> str:
         """Adds a manifest and lets `tag` mean it; returns its digest."""
+        annotations = {TAG: tag} if tag else {}
+        return self._add_entry(manifest, GROUP_TYPE, annotations, lambda other, digest: _replaced(other, tag, digest))
+
+    def attach(self, manifest: bytes, artifact_type: str, annotations: dict[str, str]) -> str:
+        """Adds the manifest of an artifact beside a group, in the place of the one of that type whose annotations but the time of its
+        making are the same; returns its digest.
+        """
+
+        def is_same(other: dict[str, Any], digest: str) -> bool:
+            before = dict(other.get("annotations") or {}) | {CREATED: annotations.get(CREATED)}
+            return other.get("artifactType") == artifact_type and before == annotations | {CREATED: annotations.get(CREATED)}
+
+        return self._add_entry(manifest, artifact_type, annotations, is_same)
+
+    def _add_entry(
+        self, manifest: bytes, artifact_type: str, annotations: dict[str, str], is_replaced: Callable[[dict[str, Any], str], bool]
+    ) -> str:
+        """The manifest's digest."""
         digest = self.add_bytes(manifest)
         entry: dict[str, Any] = {
             "mediaType": MANIFEST_TYPE,
             "digest": digest,
             "size": len(manifest),
-            "artifactType": GROUP_TYPE,
+            "artifactType": artifact_type,
         }
-        if tag:
-            entry["annotations"] = {TAG: tag}
+        if annotations:
+            entry["annotations"] = annotations
         with self._failing(f"tag {digest}"), self._locked():
             path = self.directory / "index.json"
             try:
@@ -173,7 +192,7 @@ class Layout:
                 manifests = msgspec.convert(index.get("manifests"), list[dict[str, Any]])
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise IntegrityError(f"{path}: expected an OCI image index: {error}; mend or remove it") from error
-            kept = [other for other in manifests if not _replaced(other, tag, digest)]
+            kept = [other for other in manifests if not is_replaced(other, digest)]
             self._replace(path, msgspec.json.encode(index | {"manifests": [*kept, entry]}))
         return digest
 

@@ -15,6 +15,7 @@ from registry.credentials import Credentials
 from registry.errors import IntegrityError, NotFound, Unreachable
 from registry.layout import Layout
 from registry.reference import parse_source
+from registry.referrers import find_in_layout
 
 
 class RangeReader(Protocol):
@@ -26,6 +27,12 @@ class RangeReader(Protocol):
 
     async def size(self, digest: str) -> int:
         """Of the blob, bytes. RegistryError."""
+        ...
+
+    async def attached(self, digest: str, artifact_type: str, max_bytes: int) -> bytes | None:
+        """What is published beside the manifest with that digest, as an artifact of that type (`referrers.py`); None: nothing.
+        RegistryError.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -47,6 +54,8 @@ class Connections:
     def __init__(self, *, per_host: int = 16, timeout_s: float = 30.0) -> None:
         self.per_host = per_host
         self.timeout_s = timeout_s
+        self.without_referrers: set[str] = set()
+        """Registries that do not list what is beside a manifest."""
         self.session: Closing | None = None
         """Made when it is first needed, by whoever speaks HTTP: its library takes a quarter of a second to import."""
 
@@ -79,6 +88,9 @@ class LayoutRanges:
 
     async def size(self, digest: str) -> int:
         return await asyncio.to_thread(self._size, digest)
+
+    async def attached(self, digest: str, artifact_type: str, max_bytes: int) -> bytes | None:
+        return await asyncio.to_thread(find_in_layout, self._layout, digest, artifact_type, max_bytes)
 
     async def close(self) -> None:
         return None

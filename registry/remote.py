@@ -234,12 +234,17 @@ class Remote:
 
     def upload_manifest(self, tag: str, manifest: bytes) -> None:
         """Our bytes as they are: the digest is promised to the caller."""
+        self.upload_artifact(tag, manifest, MANIFEST_TYPE)
+
+    def upload_artifact(self, tag: str, manifest: bytes, media_type: str) -> bool:
+        """A manifest of any media type; whether the registry lists it among the referrers of its subject."""
         url = f"{self._base}/manifests/{tag}"
-        headers = {"Content-Type": MANIFEST_TYPE}
+        headers = {"Content-Type": media_type}
         response = self._retried(lambda: self._client.do_request(url, "PUT", data=manifest, headers=headers))
         stored = response.headers.get("Docker-Content-Digest")
         if stored and stored != digest_of(manifest):
             raise IntegrityError(f"{url}: sent a manifest with {digest_of(manifest)}, the registry stored {stored}")
+        return "OCI-Subject" in response.headers
 
     def _retried(self, call: Callable[[], T]) -> T:
         for attempt in range(1, ATTEMPTS):

@@ -19,6 +19,7 @@ from weefs import core
 from weefs.cachedir import CacheDirectory
 from weefs.dataplane import DataPlane
 from weefs.fetch import FetchPolicy
+from weefs.fill import FillPolicy
 from weefs.peerconfig import PeersConfig
 from weefs.protocol import FaultEvent, Layer
 from weefs.room import CacheBound
@@ -33,7 +34,7 @@ def layers_of(group: Group, *, annotated: bool = True) -> list[Layer]:
         known = attrs.asdict(layer)
         if not annotated:
             known |= {name: None for name in known if name.startswith("toc_")}
-        found.append(Layer(source=group.source, **known))
+        found.append(Layer(source=group.source, group=group.digest, **known))
     return found
 
 
@@ -84,6 +85,8 @@ async def mounted(
     fetching: bool = True,
     keep_cache: bool = False,
     peers: PeersConfig | None = None,
+    fill: FillPolicy | None = None,
+    profiles: bool = False,
 ) -> AsyncIterator[Mounted]:
     """The layers as one plan on a mountpoint of their own; everything is gone afterwards, but the cache if it is kept for the next."""
     mountpoint = directory / "mnt"
@@ -91,7 +94,10 @@ async def mounted(
     cache = CacheDirectory.open(directory / "cache")
     filesystem = core.Core()
     faults: list[FaultEvent] = []
-    plane = DataPlane(filesystem, cache, policy=policy, bound=bound, credentials=credentials, on_fault=faults.append, peers=peers)
+    plane = DataPlane(
+        filesystem, cache, policy=policy, bound=bound, credentials=credentials, on_fault=faults.append,
+        fill=fill, profiles=profiles, peers=peers,
+    )
     try:
         plan = await plane.add_plan(layers)
         plane.show_as_root(plan.plan_id)

@@ -60,7 +60,7 @@ def _resolve(references: list[str]) -> list[Layer]:
 
     credentials = settings.credentials()
     groups = [resolve_group(reference, credentials=credentials) for reference in references]
-    return [Layer(source=group.source, **attrs.asdict(layer)) for group in groups for layer in group.layers]
+    return [Layer(source=group.source, group=group.digest, **attrs.asdict(layer)) for group in groups for layer in group.layers]
 
 
 async def _mount(arguments: argparse.Namespace, layers: list[Layer]) -> int:

@@ -1,7 +1,8 @@
 """Which ranges to ask for, given the chunks that are missing: a pure decision, apart from the fetching.
 
 Chunks lie back to back in the blob in the order of the stream, so neighbouring misses are one range. A gap is not
-fetched for the sake of a larger range: every byte that nobody asked for is what this system exists to save.
+fetched for the sake of a larger range where somebody waits: every byte that nobody asked for is what this system exists to save. What
+is fetched ahead in large numbers may bridge small ones (`coalesce_near`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MAX_RANGE_BYTES = 4 << 20
 
 @attrs.frozen
 class Range:
-    """Consecutive chunks of one layer's blob, to be fetched with one request."""
+    """Chunks of one layer's blob, by offset, to be fetched with one request."""
 
     layer: LayerSlot
     misses: tuple[Miss, ...]
@@ -39,6 +40,11 @@ def coalesce(misses: Sequence[Miss], max_range_bytes: int = MAX_RANGE_BYTES) -> 
 
     A chunk larger than the bound is a range by itself.
     """
+    return coalesce_near(misses, 0, max_range_bytes)
+
+
+def coalesce_near(misses: Sequence[Miss], gap_bytes: int, max_range_bytes: int = MAX_RANGE_BYTES) -> list[Range]:
+    """The same, where up to `gap_bytes` of other chunks may lie between two misses of a range."""
     order = {(miss.layer, miss.chunk): number for number, miss in reversed(list(enumerate(misses)))}
     unique = {(miss.layer, miss.chunk): miss for miss in misses}
     ranges: list[list[Miss]] = []
@@ -47,7 +53,7 @@ def coalesce(misses: Sequence[Miss], max_range_bytes: int = MAX_RANGE_BYTES) -> 
         if (
             current
             and current[0].layer == miss.layer
-            and current[-1].blob_offset + current[-1].stored_size == miss.blob_offset
+            and 0 <= miss.blob_offset - current[-1].blob_offset - current[-1].stored_size <= gap_bytes
             and miss.blob_offset + miss.stored_size - current[0].blob_offset <= max_range_bytes
         ):
             current.append(miss)

@@ -101,6 +101,10 @@ class LayerInfo:
     """On disk, of the present and the suspect chunks."""
     suspect_chunks: int
     """Present when the machine went down, and not verified since."""
+    read_chunks: int
+    """How many first_touches() has."""
+    read_raw: int
+    """Their bytes in the stream."""
 
 
 @attrs.frozen
@@ -404,6 +408,34 @@ class Core:
         """Takes a chunk to fetch ahead of its readers; None when it is present or somebody fetches it already."""
         miss = ffi.new("struct weefs_miss *")
         return _miss(miss) if _check(lib.weefs_claim(self._weefs, layer, chunk, miss), None, "claim") else None
+
+    def claim_run(self, layer: LayerSlot, since: int, size: int) -> list[Miss]:
+        """Claims the first chunks from `since` on that are absent and that nobody fetches, as long as they are one range of the blob of at
+        most `size` bytes; at least one, if there is one. Each must be answered with publish(), fail() or unclaim().
+        """
+        misses = ffi.new("struct weefs_miss[]", MAX_TAKEN)
+        n = _check(lib.weefs_claim_run(self._weefs, layer, since, size, misses, MAX_TAKEN), None, f"layer {layer}")
+        return [_miss(misses[i]) for i in range(n)]
+
+    def unclaim(self, layer: LayerSlot, chunk: ChunkIndex) -> None:
+        """Gives a claimed chunk back: it is a miss if a reader waits for it by now, else nobody's."""
+        _check(lib.weefs_unclaim(self._weefs, layer, chunk), None, f"chunk {chunk}")
+
+    def describe(self, layer: LayerSlot, chunk: ChunkIndex) -> Miss:
+        """A chunk, whether it is in the cache or not. CoreError: there is none of that index."""
+        found = ffi.new("struct weefs_miss *")
+        _check(lib.weefs_describe_chunk(self._weefs, layer, chunk, found), None, f"chunk {chunk}")
+        return _miss(found)
+
+    def first_touches(self, layer: LayerSlot, since: int) -> list[ChunkIndex]:
+        """The chunks of a layer in the order of their first READ since it was added, from the `since`th on. What the kernel has in its page
+        cache is read without a READ.
+        """
+        found: list[ChunkIndex] = []
+        chunks = ffi.new("uint32_t[]", MAX_TAKEN)
+        while n := _check(lib.weefs_first_reads(self._weefs, layer, since + len(found), chunks, MAX_TAKEN), None, f"layer {layer}"):
+            found += [ChunkIndex(chunks[i]) for i in range(n)]
+        return found
 
     def publish(self, layer: LayerSlot, chunk: ChunkIndex, stored: bytes | memoryview) -> bool:
         """Verifies a chunk's stored bytes, writes it to the cache and answers its readers. False: the cache has no room; they are answered

@@ -7,8 +7,8 @@ from cffi import FFI
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 SOURCES = (
-    "toc.c", "plan.c", "cache.c", "evict.c", "digests.c", "read.c", "miss.c", "session.c", "stats.c", "super.c", "objects.c", "tree.c",
-    "erofs.c", "fuse.c", "xattr.c", "mount.c", "publish.c", "weefs.c",
+    "toc.c", "plan.c", "cache.c", "evict.c", "digests.c", "read.c", "seen.c", "miss.c", "session.c", "stats.c", "super.c", "objects.c",
+    "tree.c", "erofs.c", "fuse.c", "xattr.c", "mount.c", "publish.c", "weefs.c",
 )  # fmt: skip
 FLAGS = ["-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"]
 

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -22,7 +22,7 @@ import msgspec
 import zstandard
 
 from layerformat import FormatError, decode_footer, restore_toc
-from registry import Connections, Credentials, RangeReader, open_ranges
+from registry import Connections, Credentials, RangeReader, Unreachable, open_ranges
 from weefs.cachedir import LENT_MARK, CacheDirectory, LayerRecord, list_layers, opened, verify_directory
 from weefs.copies import Copies
 from weefs.core import ChunkIndex, Core, CoreError, DamagedError, LayerSlot, Place, PlanInfo, PlanSlot, check_toc
@@ -30,12 +30,19 @@ from weefs.core import CoreFault as CoreFault
 from weefs.doctor import check_cache, check_descriptors, check_sources
 from weefs.errors import LayerRefused, WeefsError
 from weefs.fetch import Fetcher, FetchPolicy, LayerSource, in_thread, read_patiently
+from weefs.fill import Filler, FillPolicy
 from weefs.images import Images, layer_name
 from weefs.journal import Journal, LayerAdded, LayerClosed, PlanAdded, PlanRemoved
 from weefs.lending import Borrowed
+from weefs.link import Link
 from weefs.log import say
 from weefs.peerconfig import PeersConfig
+from weefs.prefetch import REQUESTS_AT_ONCE as PREFETCHES_AT_ONCE
+from weefs.prefetch import Prefetcher
+from weefs.profiles import ARTIFACT_TYPE as PROFILE_TYPE
+from weefs.profiles import MAX_DOCUMENT_BYTES, ProfileStore
 from weefs.protocol import Check, FaultEvent, Layer, Plan, VerifiedLayer
+from weefs.recording import NO_PROFILES, Recorder
 from weefs.room import CacheBound, Room
 from weefs.traffic import LayerTraffic, source_kind
 
@@ -48,6 +55,8 @@ SHORTEST_TIMEOUT_S = 1.0
 """To connect, and between two pieces of an answer: a machine under load is no stall."""
 SLOWEST_BYTES_PER_S = 128 << 10
 """What a TOC's deadline allows for: it may be large, and a slow link is no failure."""
+AHEAD_WITHIN_S = 10.0
+"""For a request that nobody waits for, and at most a third of what a chunk has: a reader may come to wait for it."""
 
 NO_PEERS: dict[str, Any] = {"members": [], "served_bytes": 0, "received_bytes": 0, "hedges": 0, "lies": 0}
 
@@ -87,6 +96,9 @@ class _ServedPlan:
 class _Reader:
     reader: RangeReader
     users: int = 0
+    link: Link = attrs.field(factory=Link)
+    attached: dict[str, asyncio.Task[bytes | None]] = attrs.field(factory=dict)
+    """Documents of profiles that are or were asked for, by the group beside which they are."""
 
 
 class _LateRanges:
@@ -110,6 +122,9 @@ class _LateRanges:
 
     async def size(self, digest: str) -> int:
         return await (await self._reader()).size(digest)
+
+    async def attached(self, digest: str, artifact_type: str, max_bytes: int) -> bytes | None:
+        return await (await self._reader()).attached(digest, artifact_type, max_bytes)
 
     async def close(self) -> None:
         if self._opened is not None:
@@ -165,8 +180,12 @@ class DataPlane:
         on_fault: Callable[[FaultEvent], None] | None = None,
         journal: Journal | None = None,
         peers: PeersConfig | None = None,
+        fill: FillPolicy | None = None,
+        profiles: bool = False,
     ) -> None:
-        """`on_fault` is called while the reader still waits: it gets its error afterwards. PeersRefused."""
+        """`on_fault` is called while the reader still waits: it gets its error afterwards. `fill`: what is fetched when nobody waits (None:
+        nothing); `profiles`: whether what is read is recorded, and fetched the next time before anybody asks. PeersRefused.
+        """
         self._core = core
         self._cache = cache
         self._credentials = credentials
@@ -180,9 +199,16 @@ class DataPlane:
         self.peering = self._make_peering(peers) if peers is not None else None
         self._fetcher = Fetcher(core, self._policy, self._report, self._close_idle, self.room, self._copies, self.peering)
         self._readers: dict[str, _Reader] = {}
-        # A request that stalls must leave time for another one before the deadline.
+        demand, within_s = self._fetcher.demand, min(AHEAD_WITHIN_S, self._policy.deadline_s / 3)
+        fill = attrs.evolve(fill or FillPolicy("off"), wanted_requests_at_once=self._policy.requests_at_once, within_s=within_s)
+        self._filler = Filler(core, self._fetcher, demand, fill, lambda: self.room.is_low)
+        self._prefetcher = Prefetcher(core, self._fetcher, demand, within_s)
+        self._recorder = Recorder(core, ProfileStore(cache.path), self._prefetcher) if profiles else None
+        # What is fetched ahead has connections of its own: a reader never waits for one of them. And a request that stalls must leave time
+        # for another one before the deadline.
+        ahead = (PREFETCHES_AT_ONCE if profiles else 0) + (fill.wanted_requests_at_once if fill.mode != "off" else 0)
         timeout_s = max(SHORTEST_TIMEOUT_S, self._policy.deadline_s / 3)
-        self._connections = Connections(per_host=self._policy.requests_at_once, timeout_s=timeout_s)
+        self._connections = Connections(per_host=self._policy.requests_at_once + ahead, timeout_s=timeout_s)
         self._layers: dict[str, _Served] = {}
         self._by_slot: dict[LayerSlot, _Served] = {}
         self._plans: dict[str, _ServedPlan] = {}
@@ -197,6 +223,10 @@ class DataPlane:
             tasks.create_task(self.room.run())
             tasks.create_task(self._copies.run())
             tasks.create_task(self._fetcher.run())
+            tasks.create_task(self._filler.run())
+            tasks.create_task(self._prefetcher.run())
+            if self._recorder is not None:
+                tasks.create_task(self._recorder.run())
             if self.peering is not None:
                 tasks.create_task(self.peering.run())
 
@@ -217,7 +247,13 @@ class DataPlane:
             await self.peering.close()
         if self._closing:
             await asyncio.wait(self._closing)
+        if self._recorder is not None:
+            await self._recorder.close()
         for source in self._readers.values():
+            for asking in source.attached.values():
+                asking.cancel()
+            if source.attached:
+                await asyncio.wait(source.attached.values())
             await source.reader.close()
         self._readers.clear()
         await self._connections.close()
@@ -242,6 +278,7 @@ class DataPlane:
                 taken = await self._take_layers(layers)
                 try:
                     self._plans[name] = await self._add_plan(name, taken)
+                    self._filler.add_plan(name, [served.slot for served in taken])
                 except BaseException:
                     self._give_back(taken)
                     raise
@@ -299,11 +336,20 @@ class DataPlane:
             self._journal.append(PlanRemoved(slot=place.slot, generation=place.generation, plan_id=name))
             del self._plans[name]
             self._plan_images.pop(name, None)
+            self._filler.remove_plan(name)
             try:
                 await in_thread(self._core.remove_plan, PlanSlot(place.slot))
                 self._journal.told(name)
+                await self._end_runs(found.layers)
             finally:
                 self._give_back(found.layers)
+
+    async def _end_runs(self, layers: Iterable[_Served]) -> None:
+        """Of layers that no other plan has."""
+        if self._recorder is not None:
+            for served in dict.fromkeys(layers):
+                if served.users == 1:
+                    await self._recorder.unused(served.slot)
 
     def _shown(self, name: str) -> Plan:
         info = self._plans[name].info
@@ -335,12 +381,15 @@ class DataPlane:
             slots = [served.slot for served in layers]
             _slot, info = await in_thread(self._core.add_plan, plan.plan_id, slots, place=plan.place)
             self._plans[plan.plan_id] = _ServedPlan(plan.place, info, layers)
+            self._filler.add_plan(plan.plan_id, slots)
 
     async def _restore_layer(self, line: LayerAdded) -> None:
         reader = self._readers.setdefault(line.layer.source, _Reader(_LateRanges(line.layer.source, self._credentials, self._connections)))
         reader.users += 1
-        source = LayerSource(reader.reader, line.layer.digest, self._traffic(line.layer))
-        self._served(await self._open_layer(line.layer, source, line.place))
+        source = LayerSource(reader.reader, line.layer.digest, self._traffic(line.layer), reader.link)
+        served = self._served(await self._open_layer(line.layer, source, line.place))
+        if self._recorder is not None:
+            await self._recorder.opened(served.slot, line.layer.digest, cold=False)
 
     async def finish_removals(self) -> None:
         """Of plans that the process before removed: the kernel may not have been told. After serving has begun."""
@@ -414,10 +463,13 @@ class DataPlane:
     async def _serve_layer(self, layer: Layer, *, lent: bool = False) -> _Served:
         reader = await self._reader(layer.source)
         try:
-            source = LayerSource(reader, layer.digest, self._traffic(layer))
+            source = LayerSource(reader, layer.digest, self._traffic(layer), self._readers[layer.source].link)
+            published = None if lent else self._look_for_profile(layer)
             place = self._core.reserve_layer()
             try:
                 served = await self._open_layer(layer, source, place, lent=lent)
+                if self._recorder is not None and not lent:
+                    await self._recorder.opened(served.slot, layer.digest, cold=True, published=published)
                 self._journal.append(LayerAdded(slot=place.slot, generation=place.generation, layer=layer))
             except BaseException:
                 self._forget_layer(place)
@@ -427,9 +479,22 @@ class DataPlane:
             raise
         return served
 
+    def _look_for_profile(self, layer: Layer) -> asyncio.Task[bytes | None] | None:
+        """Begins to, where it may be of use: while the layer's TOC is fetched. Asked once for a group, as long as its source is in use."""
+        if self._recorder is None or layer.group is None or self._recorder.has(layer.digest):
+            return None
+        reader = self._readers[layer.source]
+        if layer.group not in reader.attached:
+            asking = reader.reader.attached(layer.group, PROFILE_TYPE, MAX_DOCUMENT_BYTES)
+            reader.attached[layer.group] = task = asyncio.create_task(_within(asking, AHEAD_WITHIN_S))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever wants it hears of it, or nobody does
+        return reader.attached[layer.group]
+
     def _forget_layer(self, place: Place) -> None:
         """Undoes as much of _open_layer() as was done."""
         slot = LayerSlot(place.slot)
+        if self._recorder is not None:
+            self._recorder.closed(slot)
         with contextlib.suppress(CoreError, KeyError):
             self._fetcher.remove_source(slot)
         with contextlib.suppress(CoreError):
@@ -476,6 +541,8 @@ class DataPlane:
             if not closed:
                 return
             del self._layers[served.layer.digest], self._by_slot[served.slot]
+            if self._recorder is not None:
+                self._recorder.closed(served.slot)
             self._fetcher.remove_source(served.slot)
             try:
                 self._journal.append(LayerClosed(slot=served.place.slot, generation=served.place.generation))
@@ -552,6 +619,10 @@ class DataPlane:
         released.users -= 1
         if released.users == 0:
             del self._readers[source]
+            for asking in released.attached.values():
+                asking.cancel()
+            if released.attached:
+                await asyncio.wait(released.attached.values())
             await released.reader.close()
 
     async def verify(self, digest: str | None) -> list[VerifiedLayer]:
@@ -634,6 +705,7 @@ class DataPlane:
                 "present_content_bytes": info.present_raw,
                 "content_bytes": info.content_size,
                 "entries": info.dirents,
+                "fill": self._filler.layer_statistics(served.slot),
             }
         images = self._images.statistics()
         return self._core.measurements() | {
@@ -642,11 +714,22 @@ class DataPlane:
             "layers": layers,
             "images": images,
             "cache": self.room.statistics(),
+            "fill": self._filler.statistics(),
+            "profiles": self._recorder.statistics() if self._recorder is not None else NO_PROFILES,
             "layers_compared": self._copies.known,
             "peers": self.peering.statistics() if self.peering is not None else NO_PEERS,
             "descriptors": len(os.listdir("/proc/self/fd")) - 1,  # without that of the listing itself
             "journal_bytes": self._journal.size_bytes,
         }
+
+
+async def _within(asking: Coroutine[Any, Any, bytes | None], seconds: float) -> bytes | None:
+    """Unreachable, after that time."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await asking
+    except TimeoutError:
+        raise Unreachable(f"no answer within {seconds:g} s") from None
 
 
 def _cgroup_of(pid: int) -> str:

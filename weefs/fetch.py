@@ -24,8 +24,10 @@ from typing import ParamSpec, Protocol, TypeVar
 import attrs
 
 from registry import RangeReader, RegistryError, Unreachable
-from weefs.coalesce import Range, coalesce
+from weefs.coalesce import Range, coalesce, coalesce_near
 from weefs.core import ChunkIndex, Core, CoreError, CoreFault, DamagedError, LayerSlot, Miss
+from weefs.demand import Demand
+from weefs.link import Link
 from weefs.log import say, say_traceback
 from weefs.readahead import ReadAhead
 from weefs.traffic import LayerTraffic
@@ -68,6 +70,7 @@ class LayerSource:
     reader: RangeReader
     digest: str
     traffic: LayerTraffic
+    link: Link = attrs.field(factory=Link)
 
 
 async def read_patiently(
@@ -88,6 +91,7 @@ async def read_patiently(
             async with asyncio.timeout_at(deadline):
                 received = await source.reader.read(source.digest, offset, size)
             source.traffic.arrived(len(received), loop.time() - begin_s, metadata=metadata)
+            source.link.observe(len(received), loop.time() - begin_s)
             return received
         except TimeoutError:
             where = f"{size} bytes at {offset} of {source.digest}"
@@ -177,6 +181,14 @@ class Outcome:
     unwritten: bool = False
 
 
+@attrs.frozen
+class Ahead:
+    """What became of chunks that were fetched for nobody: those that arrived, and why the rest did not (empty: there is none)."""
+
+    arrived: list[Miss]
+    failure: str
+
+
 class Fetcher:
     """Serves the miss queue of one core.
 
@@ -209,6 +221,8 @@ class Fetcher:
         self._sources: dict[LayerSlot, LayerSource] = {}
         self._slots = asyncio.Semaphore(policy.requests_at_once)
         self._at_work = 0
+        self._at_work_for_nobody = 0
+        self.demand = Demand()
         self._ahead = ReadAhead(max_window=policy.read_ahead_chunks)
         self._chunk_sizes: dict[LayerSlot, int] = {}
         self._chunks: dict[LayerSlot, int] = {}
@@ -226,6 +240,7 @@ class Fetcher:
         """Of a layer that is closed: nothing is fetched for it any more."""
         del self._sources[layer], self._chunk_sizes[layer], self._chunks[layer]
         self._ahead.forget(layer)
+        self.demand.forget(layer)
         self._suspects.discard(layer)
         for known in [known for known in self._reasons if known[0] == layer]:
             del self._reasons[known]
@@ -390,13 +405,15 @@ class Fetcher:
         """Whatever happens, each of the chunks is published or failed: a reader must never wait for nobody."""
         unsettled = {miss.chunk: miss for miss in wanted.misses}
         try:
-            async with self._slots:
-                self._at_work += 1
-                try:
-                    deadline = asyncio.get_running_loop().time() + self._policy.deadline_s
-                    await self._fetch(wanted, deadline, unsettled)
-                finally:
-                    self._at_work -= 1
+            with self.demand.of(wanted.layer) as place:
+                async with self._slots:
+                    place.taken()
+                    self._at_work += 1
+                    try:
+                        deadline = asyncio.get_running_loop().time() + self._policy.deadline_s
+                        await self._fetch(wanted, deadline, unsettled)
+                    finally:
+                        self._at_work -= 1
         except RegistryError as error:
             self._give_up(wanted.layer, unsettled.values(), errno.EIO, str(error))
         except Exception as error:  # a bug of ours costs these chunks, not the node
@@ -407,6 +424,49 @@ class Fetcher:
             raise
         finally:
             self._settled(wanted.misses)
+
+    async def fetch_ahead(self, claimed: Sequence[Miss], *, within_s: float, gap_bytes: int = 0) -> Ahead:
+        """Fetches chunks of one layer that the caller has claimed, outside of the places of demand; those that are neither on the disk nor
+        arrive in time are given back: readers that wait for them by now have them fetched as anything that they wait for.
+
+        `gap_bytes`: so much between two of them may be transferred for nothing.
+        """
+        layer = claimed[0].layer
+        unsettled = {miss.chunk: miss for miss in claimed}
+        deadline = asyncio.get_running_loop().time() + within_s
+        failure = ""
+        self._at_work += 1
+        self._at_work_for_nobody += 1
+        try:
+            near = [miss for miss in claimed if self._may_be_near(miss)]
+            if near:
+                absent = {miss.chunk for miss in await in_thread(self._from_disk_now, near)}
+                for miss in near:
+                    if miss.chunk not in absent:
+                        del unsettled[miss.chunk]
+            for wanted in coalesce_near([*unsettled.values()], gap_bytes):
+                self._sources[layer].traffic.wanted(len(wanted.misses), ahead=True)
+                await self._fetch(wanted, deadline, unsettled)
+        except RegistryError as error:
+            failure = str(error)
+        except Exception as error:  # a bug of ours costs these chunks, not the node
+            say_traceback()
+            failure = f"{type(error).__name__}: {error}"
+        except asyncio.CancelledError:
+            self._give_up(layer, unsettled.values(), errno.EIO, "the data plane is stopping")
+            unsettled.clear()
+            raise
+        finally:
+            self._at_work -= 1
+            self._at_work_for_nobody -= 1
+            for miss in unsettled.values():
+                self._core.unclaim(miss.layer, miss.chunk)
+        lost = [*unsettled, *(miss.chunk for miss in claimed if (layer, miss.chunk) in self._reasons)]
+        return Ahead([miss for miss in claimed if miss.chunk not in lost], failure)
+
+    def link(self, layer: LayerSlot) -> Link:
+        """What the layer's source costs."""
+        return self._sources[layer].link
 
     async def _fetch(self, wanted: Range, deadline: float, unsettled: dict[ChunkIndex, Miss]) -> None:
         stored = await self._read(wanted, deadline)
@@ -446,7 +506,7 @@ class Fetcher:
         self, wanted: Range, misses: Sequence[Miss], stored: bytes, unsettled: dict[ChunkIndex, Miss]
     ) -> Outcome:
         """Here or in a thread."""
-        if self._at_work == 1 or sum(miss.raw_size for miss in misses) <= PUBLISHED_HERE_BYTES:
+        if (self._at_work == 1 and not self._at_work_for_nobody) or sum(miss.raw_size for miss in misses) <= PUBLISHED_HERE_BYTES:
             outcome = self._publish_now(wanted, misses, stored, unsettled)
         else:
             outcome = await in_thread(self._publish_now, wanted, misses, stored, unsettled)

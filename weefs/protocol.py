@@ -37,6 +37,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     toc_size_bytes: int | None = None
     toc_raw_size_bytes: int | None = None
     toc_digest: str | None = None
+    group: str | None = None
+    """Digest of the manifest, in `source`, that it is wanted for: its profile may be beside it."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="method", kw_only=True):

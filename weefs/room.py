@@ -152,6 +152,12 @@ class Room:
         """As last measured."""
         return Usage(self._unused + self._core.cache_used, self._unused, self._capacity)
 
+    @property
+    def is_low(self) -> bool:
+        """Whether there is room for what nobody has asked for: below the mark down to which is evicted."""
+        usage = self.usage
+        return usage.used < usage.capacity * self._bound.low_share
+
     def statistics(self) -> dict[str, int | str]:
         """`path`: of the cache. Bytes as last measured; counters since the start."""
         usage = self.usage
