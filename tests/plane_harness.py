@@ -87,8 +87,11 @@ async def mounted(
     peers: PeersConfig | None = None,
     fill: FillPolicy | None = None,
     profiles: bool = False,
+    rooted: bool = True,
 ) -> AsyncIterator[Mounted]:
-    """The layers as one plan on a mountpoint of their own; everything is gone afterwards, but the cache if it is kept for the next."""
+    """The layers as one plan on a mountpoint of their own; everything is gone afterwards, but the cache if it is kept for the next. Without
+    `rooted` the plan is a directory of the mount, and can be removed.
+    """
     mountpoint = directory / "mnt"
     mountpoint.mkdir(parents=True, exist_ok=True)
     cache = CacheDirectory.open(directory / "cache")
@@ -100,12 +103,13 @@ async def mounted(
     )
     try:
         plan = await plane.add_plan(layers)
-        plane.show_as_root(plan.plan_id)
+        if rooted:
+            plane.show_as_root(plan.plan_id)
         descriptors = core.mount(mountpoint, source="weefs-test", threads=2)
         filesystem.serve(descriptors)
         for fd in descriptors:
             os.close(fd)
-        mount = Mounted(mountpoint, plane, faults, layers[0].digest, ThreadPoolExecutor(16))
+        mount = Mounted(mountpoint if rooted else mountpoint / plan.plan_id, plane, faults, layers[0].digest, ThreadPoolExecutor(16))
         if fetching:
             mount.start_fetching()
         try:

@@ -453,7 +453,9 @@ class Fetcher:
             say_traceback()
             failure = f"{type(error).__name__}: {error}"
         except asyncio.CancelledError:
-            self._give_up(layer, unsettled.values(), errno.EIO, "the data plane is stopping")
+            for chunk in unsettled:
+                self._reasons[(layer, chunk)] = "the data plane is stopping"
+                self._core.fail(layer, chunk, errno.EIO)
             unsettled.clear()
             raise
         finally:
