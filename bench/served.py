@@ -23,6 +23,9 @@ import attrs
 
 from bench.measure import WEENV, Run, run
 
+AHEAD = 'fill = "off"\nprofiles = false\n'
+"""What is measured is what readers cause."""
+
 
 @attrs.frozen
 class ServedNode:
@@ -71,7 +74,7 @@ def served_node(scratch: Path, view: str, settings: str = "") -> Iterator[Served
     directory = Path(tempfile.mkdtemp(prefix="node-", dir=scratch))
     (directory / "node.toml").write_text(
         f'state_dir = "{directory}/state"\nrun_dir = "{directory}/run"\ncgroup_parent = "/weenv-bench-{os.getpid()}-{directory.name[5:]}"\n'
-        f'view = "{view}"\n{settings}'
+        f'view = "{view}"\n{AHEAD if "fill =" not in settings else ""}{settings}'
     )
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen([WEENV, "node", "serve", "--config", directory / "node.toml"], stdout=log, stderr=log)

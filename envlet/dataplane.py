@@ -42,6 +42,7 @@ from envlet.types import CheckedLayer, CheckResult, CollectedLayer
 from weefs import protocol
 from weefs.cachedir import has_ended
 from weefs.peerconfig import PeersConfig
+from weefs.fill import Mode
 
 log = logging.getLogger("envlet")
 
@@ -93,6 +94,12 @@ class DataPlaneConfig:
     auth_files: tuple[Path, ...] = ()
     peers: PeersConfig | None = None
     """None: it has none."""
+    fill: Mode = "idle"
+    """What is fetched when nobody waits: docs/fill.md."""
+    fill_rate_bytes: int | None = None
+    """A second; None: no bound."""
+    profiles: bool = True
+    """Whether what is read is recorded, and fetched ahead the next time."""
     answer_deadline_s: float = 30.0
     """A process that answers nothing for so long is killed, and gets a successor."""
     deaths_max_per_minute: int = 120
@@ -524,6 +531,11 @@ def _command(config: DataPlaneConfig, kept: Kept) -> list[str]:
         command += ["--cache-size", str(config.cache_size_bytes)]
     if config.peers is not None:
         command += ["--peers", msgspec.json.encode(config.peers).decode()]  # of secrets, it has the names of their files
+    command += ["--fill", config.fill]
+    if config.fill_rate_bytes is not None:
+        command += ["--fill-rate", str(config.fill_rate_bytes)]
+    if not config.profiles:
+        command += ["--no-profiles"]
     for fd in kept.fuse:
         command += ["--fuse", str(fd)]
     for path in config.auth_files:

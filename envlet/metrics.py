@@ -169,6 +169,23 @@ METRICS = (
         "weenv_cache_capacity_bytes", "gauge", "What it may take: by cache_size, or by what its filesystem has room for.", (),
         _cache("capacity_bytes"),
     ),
+    Definition(
+        "weenv_fill_bytes", "counter", "Fetched by the fill, since the data plane's process began.", (),
+        _plane_one(lambda plane: plane["fill"]["filled_bytes"]),
+    ),
+    Definition("weenv_fill_active", "gauge", "Requests of the fill now.", (), _plane_one(lambda plane: plane["fill"]["active"])),
+    Definition(
+        "weenv_fill_remaining_bytes", "gauge", "What is absent of the layers that plans have.", (),
+        _plane_one(lambda plane: plane["fill"]["remaining_bytes"]),
+    ),
+    Definition(
+        "weenv_profile_prefetched_bytes", "counter", "Fetched since a profile named it, since the data plane's process began.", (),
+        _plane_one(lambda plane: plane["profiles"]["prefetched_bytes"]),
+    ),
+    Definition(
+        "weenv_profile_used_bytes", "counter", "Those of them that were read later.", (),
+        _plane_one(lambda plane: plane["profiles"]["used_bytes"]),
+    ),
     Definition("weenv_fuse_requests", "counter", "Requests of the kernel.", ("operation",), _operations("requests")),
     Definition(
         "weenv_fuse_errors", "counter",

@@ -147,12 +147,13 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def start_node(directory: Path, cgroup: str, *, group: bool = False, settings: str = "") -> Node:
-    """`settings`: further lines of its configuration."""
+    """`settings`: further lines of its configuration. Unless they say something of `fill`, nothing is fetched that nobody waits for."""
     directory.mkdir(exist_ok=True)
     config = directory / "node.toml"
     own = f'state_dir = "{directory}/state"\nrun_dir = "{directory}/run"\ncgroup_parent = "{cgroup}"\n'
     deadline = "" if "chunk_deadline_s" in settings else "chunk_deadline_s = 2.0\n"
-    config.write_text(own + deadline + settings)
+    ahead = "" if "fill =" in settings else 'fill = "off"\nprofiles = false\n'
+    config.write_text(own + deadline + ahead + settings)
     with (directory / "log").open("ab") as log:
         process = subprocess.Popen(
             [WEENV, "node", "serve", "--config", config], stdout=log, stderr=subprocess.STDOUT, process_group=0 if group else None

@@ -180,6 +180,7 @@ class Keeper:
         for fd in self.fuse_fds:
             command += ["--fuse", str(fd)]
         command += ["--journal", str(self.journal), "--cache", str(self.cache), "--deadline", str(self.deadline_s)]
+        command += ["--fill", "off", "--no-profiles"]
         if not self.resend:
             command.append("--no-resend")
         self.process = subprocess.Popen(

@@ -28,6 +28,7 @@ def register(commands: Any) -> None:
     serve.add_argument("--successor", type=int, metavar="FD", help=argparse.SUPPRESS)
     serve.add_argument("--view", choices=settings.VIEWS, help="how roots are shown (docs/views.md; default: the file's, or auto)")
     serve.add_argument("--cache-size", type=output.parse_size, metavar="SIZE", help="the most that the cache takes (default: the file's)")
+    serve.add_argument("--fill", choices=settings.FILLS, help="what is fetched when nobody waits (default: the file's, or idle)")
     serve.set_defaults(run=run_serve)
 
     restart = sub.add_parser(
@@ -78,6 +79,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
         chosen = attrs.evolve(chosen, view=arguments.view)
     if arguments.cache_size is not None:
         chosen = attrs.evolve(chosen, cache_size=arguments.cache_size)
+    if arguments.fill is not None:
+        chosen = attrs.evolve(chosen, fill=arguments.fill)
     config = NodeConfig(
         state_dir=chosen.state_dir.absolute(),
         run_dir=chosen.run_dir.absolute(),
@@ -104,6 +107,9 @@ def run_serve(arguments: argparse.Namespace) -> int:
         chunk_deadline_s=chosen.chunk_deadline_s,
         auth_files=settings.auth_files(),
         peers=chosen.peers_config,
+        fill=chosen.fill,
+        fill_rate_bytes=chosen.fill_rate,
+        profiles=chosen.profiles,
     )
     keeper.claim(config.run_dir)
     running = keeper.find_running(data_plane.socket_path)

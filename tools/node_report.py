@@ -40,6 +40,7 @@ def _plane_lines(plane: dict[str, Any]) -> list[str]:
         f"plans         {plane['plans']}, layers {len(layers)}",
         _cache_line(plane["cache"], fuse["evicted_bytes"]),
         f"fetched       {output.size(fetched)} of {output.size(stored)} ({output.share(fetched, stored)})",
+        _fill_line(plane["fill"], plane["profiles"]),
         f"reads         {from_cache} from the cache, {fuse['reads_waited']} waited, {fuse['reads_failed']} failed",
         f"misses        {misses} (chunks); {ahead} more ahead of their readers",
         *_peers_line(plane["peers"]),
@@ -63,6 +64,12 @@ def _cache_line(cache: dict[str, Any], evicted: int) -> str:
     used, capacity = cache["used_bytes"], cache["capacity_bytes"]
     gone = f"; {output.size(evicted)} evicted" if evicted else ""
     return f"cache         {output.size(used)} of {output.size(capacity)}{gone}"
+
+
+def _fill_line(fill: dict[str, Any], profiles: dict[str, Any]) -> str:
+    now = f"{fill['active']} requests now, {output.size(fill['remaining_bytes'])} left"
+    ahead = f"{output.size(profiles['used_bytes'])} read of {output.size(profiles['prefetched_bytes'])} by profiles"
+    return f"ahead         {output.size(fill['filled_bytes'])} by fill ({fill['mode']}; {now}); {ahead}"
 
 
 def operations(info: dict[str, Any]) -> list[Sequence[object]]:

@@ -95,6 +95,10 @@ class NodeSettings:
     cache_size: int | None = None
     """None: as much as its filesystem has room for."""
     cache_free_min: int = 1 << 30
+    fill: Literal["off", "idle", "eager"] = "idle"
+    fill_rate: int | None = None
+    """Bytes a second. None: no bound."""
+    profiles: bool = True
     fuse_threads: int = 4
     chunk_deadline_s: float = 30.0
     view: Literal["auto", "kernel", "merged"] = "auto"
@@ -169,12 +173,15 @@ class NodeSettings:
 
 
 VIEWS = ("auto", "kernel", "merged")
-_SIZES = {"memory": 4 << 20, "cache_size": 64 << 20, "cache_free_min": 0}
-"""And the least that makes sense: in a smaller cache, a few readers' chunks and a plan's metadata leave no room for anything."""
+FILLS = ("off", "idle", "eager")
+_CHOICES = {"view": VIEWS, "fill": FILLS}
+_SIZES = {"memory": 4 << 20, "cache_size": 64 << 20, "cache_free_min": 0, "fill_rate": 64 << 10}
+"""And the least that makes sense: in a smaller cache, a few readers' chunks and a plan's metadata leave no room for anything; a slower
+fill could not keep to its rate with one chunk a second."""
 _PATHS = {"state_dir", "run_dir", "socket", "cache_dir", "peers_token_file", "peers_tls_cert", "peers_tls_key", "peers_tls_ca"}
 _LISTS = {"peers", "peers_etcd", "peers_sources"}
-_TEXTS = {"runtime", "cgroup_parent", "view", "metrics_listen", "peers_listen", "peers_name", "peers_dns"}
-_FLAGS = {"host_network", "peers_open"}
+_TEXTS = {"runtime", "cgroup_parent", "view", "fill", "metrics_listen", "peers_listen", "peers_name", "peers_dns"}
+_FLAGS = {"host_network", "peers_open", "profiles"}
 _ADDRESSES = {"metrics_listen", "peers_listen", "peers_name"}
 
 
@@ -219,8 +226,8 @@ def _value(name: str, given: Any, path: Path) -> Any:
         raise exits.CommandError(f"{path}: {name}: expected \"HOST:PORT\", received {value!r}", exits.USAGE)
     if name in _SIZES and isinstance(value, int) and value < _SIZES[name]:
         raise exits.CommandError(f"{path}: {name}: expected at least {_SIZES[name]} bytes, received {value}", exits.USAGE)
-    if name == "view" and value not in VIEWS:
-        raise exits.CommandError(f"{path}: view: expected one of {', '.join(VIEWS)}, received {value!r}", exits.USAGE)
+    if name in _CHOICES and value not in _CHOICES[name]:
+        raise exits.CommandError(f"{path}: {name}: expected one of {', '.join(_CHOICES[name])}, received {value!r}", exits.USAGE)
     return value
 
 

@@ -16,6 +16,7 @@ import msgspec
 from registry import RegistryError, load_credentials
 from weefs.errors import WeefsError
 from weefs.fetch import FetchPolicy
+from weefs.fill import MODES, FillPolicy
 from weefs.log import say, say_traceback
 from weefs.peerconfig import PeersConfig
 from weefs.room import CacheBound
@@ -39,6 +40,9 @@ def _parser() -> argparse.ArgumentParser:
         "--deadline", type=float, default=FetchPolicy().deadline_s, metavar="S", help="seconds until a chunk is given up"
     )
     parser.add_argument("--peers", metavar="JSON", help="weefs.peerconfig.PeersConfig; default: there are none")
+    parser.add_argument("--fill", choices=MODES, default="idle", help="what is fetched when nobody waits (docs/fill.md)")
+    parser.add_argument("--fill-rate", type=int, metavar="BYTES", help="a second; default: no bound")
+    parser.add_argument("--no-profiles", action="store_true", help="neither record what is read nor fetch it ahead the next time")
     parser.add_argument("--no-resend", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -65,6 +69,8 @@ def main() -> None:
                 bound=CacheBound(arguments.cache_size, arguments.cache_free_min),
                 policy=FetchPolicy(deadline_s=arguments.deadline),
                 credentials=credentials,
+                fill=FillPolicy(arguments.fill, arguments.fill_rate),
+                profiles=not arguments.no_profiles,
                 resend=not arguments.no_resend,
                 peers=msgspec.json.decode(arguments.peers, type=PeersConfig) if arguments.peers is not None else None,
             )

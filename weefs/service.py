@@ -23,6 +23,7 @@ from weefs.core import Core, DamagedError
 from weefs.dataplane import DataPlane
 from weefs.errors import LayerRefused
 from weefs.fetch import FetchPolicy
+from weefs.fill import FillPolicy
 from weefs.journal import Journal
 from weefs.log import say, say_traceback
 from weefs.peerconfig import PeersConfig
@@ -196,6 +197,8 @@ async def serve(
     policy: FetchPolicy,
     bound: CacheBound,
     credentials: Credentials | None,
+    fill: FillPolicy,
+    profiles: bool,
     resend: bool = True,
     peers: PeersConfig | None = None,
 ) -> None:
@@ -220,6 +223,8 @@ async def serve(
         on_fault=lambda fault: service.report(fault),
         journal=kept,
         peers=peers,
+        fill=fill,
+        profiles=profiles,
     )
     await plane.restore()
     service = Service(plane, kept, [listen_fd, session_fd, *fuse_fds], resumed=resumed)
