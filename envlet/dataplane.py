@@ -41,8 +41,8 @@ from envlet.syscalls import MNT_DETACH, umount
 from envlet.types import CheckedLayer, CheckResult, CollectedLayer
 from weefs import protocol
 from weefs.cachedir import has_ended
-from weefs.peerconfig import PeersConfig
 from weefs.fill import Mode
+from weefs.peerconfig import PeersConfig
 
 log = logging.getLogger("envlet")
 

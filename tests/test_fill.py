@@ -324,7 +324,7 @@ def decide(policy: FillPolicy) -> tuple[World, Demand, Filler]:
     world = World()
     world.the_link.observe(100 << 20, 1.0)
     demand = Demand(world.clock)
-    return world, demand, Filler(world, world, demand, policy, lambda: world.has_room, world.clock)  # type: ignore[arg-type]
+    return world, demand, Filler(world, world, demand, policy, lambda size: world.has_room, world.clock)  # type: ignore[arg-type]
 
 
 BASE, TASK, OTHER = LayerSlot(1), LayerSlot(2), LayerSlot(3)

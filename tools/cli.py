@@ -23,6 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
         layer_commands,
         mount_command,
         node_commands,
+        profile_commands,
     )
 
     parser = argparse.ArgumentParser(
@@ -42,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         node_commands,
         env_commands,
         cache_commands,
+        profile_commands,
     )
     for module in modules:
         module.register(commands)

@@ -8,6 +8,7 @@
         map                             which chunks are present, touched, suspect (csrc/cache.h)
         pinned                          there while the layer is never to be removed, nor its chunks
     <cache>/erofs/                      images of metadata: weefs/images.py
+    <cache>/profiles/<hex>.json         what was read of a layer: weefs/profiles.py
 
 A layer's directory is made under another name and renamed when its TOC is verified, so that one that is there is whole.
 Everything in it can be had again: deleting a directory while nothing serves from the cache costs its transfer and

@@ -79,6 +79,8 @@ class _Served:
     toc_digest: str
     users: int = 0
     closing: bool = False
+    lent: bool = False
+    """It was opened for a peer, and no plan has had it yet."""
 
     @property
     def slot(self) -> LayerSlot:
@@ -201,7 +203,7 @@ class DataPlane:
         self._readers: dict[str, _Reader] = {}
         demand, within_s = self._fetcher.demand, min(AHEAD_WITHIN_S, self._policy.deadline_s / 3)
         fill = attrs.evolve(fill or FillPolicy("off"), wanted_requests_at_once=self._policy.requests_at_once, within_s=within_s)
-        self._filler = Filler(core, self._fetcher, demand, fill, lambda: self.room.is_low)
+        self._filler = Filler(core, self._fetcher, demand, fill, lambda size: self.room.has_room(size))
         self._prefetcher = Prefetcher(core, self._fetcher, demand, within_s)
         self._recorder = Recorder(core, ProfileStore(cache.path), self._prefetcher) if profiles else None
         # What is fetched ahead has connections of its own: a reader never waits for one of them. And a request that stalls must leave time
@@ -389,7 +391,7 @@ class DataPlane:
         source = LayerSource(reader.reader, line.layer.digest, self._traffic(line.layer), reader.link)
         served = self._served(await self._open_layer(line.layer, source, line.place))
         if self._recorder is not None:
-            await self._recorder.opened(served.slot, line.layer.digest, cold=False)
+            self._recorder.opened(served.slot, line.layer.digest, await self._recorder.load(line.layer.digest), cold=False)
 
     async def finish_removals(self) -> None:
         """Of plans that the process before removed: the kernel may not have been told. After serving has begun."""
@@ -416,7 +418,7 @@ class DataPlane:
         async def take(layer: Layer) -> None:
             async with self._lock(f"layer {layer.digest}"):
                 served = self._layers.get(layer.digest) or self._served(await self._serve_layer(layer))
-                await self._check_lent(layer, served)
+                await self._take_lent(layer, served)
                 served.users += 1
                 taken[layer.digest] = served
 
@@ -468,8 +470,7 @@ class DataPlane:
             place = self._core.reserve_layer()
             try:
                 served = await self._open_layer(layer, source, place, lent=lent)
-                if self._recorder is not None and not lent:
-                    await self._recorder.opened(served.slot, layer.digest, cold=True, published=published)
+                profile = await self._recorder.load(layer.digest) if self._recorder is not None and not lent else None
                 self._journal.append(LayerAdded(slot=place.slot, generation=place.generation, layer=layer))
             except BaseException:
                 self._forget_layer(place)
@@ -477,7 +478,18 @@ class DataPlane:
         except BaseException:
             await self._release_reader(layer.source)
             raise
+        if self._recorder is not None and not lent:
+            self._recorder.opened(served.slot, layer.digest, profile, cold=True, published=published)
+        served.lent = lent
         return served
+
+    async def _take_lent(self, layer: Layer, served: _Served) -> None:
+        """For a plan: from now on it is read here."""
+        await self._check_lent(layer, served)
+        if served.lent and self._recorder is not None:
+            profile = await self._recorder.load(layer.digest)
+            self._recorder.opened(served.slot, layer.digest, profile, cold=True, published=self._look_for_profile(layer))
+        served.lent = False
 
     def _look_for_profile(self, layer: Layer) -> asyncio.Task[bytes | None] | None:
         """Begins to, where it may be of use: while the layer's TOC is fetched. Asked once for a group, as long as its source is in use."""
@@ -493,8 +505,6 @@ class DataPlane:
     def _forget_layer(self, place: Place) -> None:
         """Undoes as much of _open_layer() as was done."""
         slot = LayerSlot(place.slot)
-        if self._recorder is not None:
-            self._recorder.closed(slot)
         with contextlib.suppress(CoreError, KeyError):
             self._fetcher.remove_source(slot)
         with contextlib.suppress(CoreError):
@@ -529,6 +539,8 @@ class DataPlane:
 
     async def _close_layer(self, served: _Served) -> None:
         async with self._lock(f"layer {served.layer.digest}"):
+            if self._recorder is not None and not served.users:
+                await self._recorder.unused(served.slot)
             room = self._core.layer_info(served.slot).room
             self.room.idle_changes(room)
             closed = False

@@ -444,6 +444,7 @@ class Fetcher:
                 for miss in near:
                     if miss.chunk not in absent:
                         del unsettled[miss.chunk]
+            await self._take_from_neighbours(unsettled, self._sources[layer].digest, deadline)
             for wanted in coalesce_near([*unsettled.values()], gap_bytes):
                 self._sources[layer].traffic.wanted(len(wanted.misses), ahead=True)
                 await self._fetch(wanted, deadline, unsettled)
@@ -463,8 +464,19 @@ class Fetcher:
             self._at_work_for_nobody -= 1
             for miss in unsettled.values():
                 self._core.unclaim(miss.layer, miss.chunk)
+            self._settled(claimed)
         lost = [*unsettled, *(miss.chunk for miss in claimed if (layer, miss.chunk) in self._reasons)]
         return Ahead([miss for miss in claimed if miss.chunk not in lost], failure)
+
+    async def _take_from_neighbours(self, unsettled: dict[ChunkIndex, Miss], digest: str, deadline: float) -> None:
+        """What they have is settled."""
+        if self._neighbours is None:
+            return
+        for wanted in coalesce([*unsettled.values()]):
+            left = {miss.chunk for miss in await self._neighbours.take(wanted, digest, deadline)}
+            for miss in wanted.misses:
+                if miss.chunk not in left:
+                    del unsettled[miss.chunk]
 
     def link(self, layer: LayerSlot) -> Link:
         """What the layer's source costs."""

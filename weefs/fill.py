@@ -95,6 +95,8 @@ class FilledLayer:
     since: int = 0
     full: bool = False
     active: int = 0
+    outstanding: int = 0
+    """Raw bytes of what is on its way."""
     filled_bytes: int = 0
     failures: int = 0
     paused_until_s: float = -float("inf")
@@ -135,10 +137,10 @@ class Filler:
         fetcher: AheadFetcher,
         demand: Demand,
         policy: FillPolicy,
-        has_room: Callable[[], bool],
+        has_room: Callable[[int], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`has_room`: whether the cache is below its low mark. `clock`: that of `demand`."""
+        """`has_room`: whether the cache stays below its low mark with so many bytes more. `clock`: that of `demand`."""
         self._core = core
         self._fetcher = fetcher
         self._demand = demand
@@ -175,7 +177,7 @@ class Filler:
             layer.state, layer.reason = self._standing(layer)
         if self.policy.mode == "off" or self._demand.in_flight or all(layer.full for layer in self._layers.values()):
             return Wait(float("inf"))
-        if not self._has_room():
+        if not self._has_room(sum(layer.outstanding for layer in self._layers.values())):
             for layer in self._layers.values():
                 if not layer.full:
                     layer.state, layer.reason = "stopped", "the cache is nearly full"
@@ -248,6 +250,7 @@ class Filler:
         if claimed:
             layer.since = claimed[-1].chunk + 1
             layer.active += 1
+            layer.outstanding += sum(miss.raw_size for miss in claimed)
             if self._bucket is not None:
                 self._bucket.spend(sum(miss.stored_size for miss in claimed), now_s)
             tasks.create_task(self._fill(layer, claimed))
@@ -263,6 +266,7 @@ class Filler:
             ahead = await self._fetcher.fetch_ahead(claimed, within_s=self.policy.within_s)
         finally:
             layer.active -= 1
+            layer.outstanding -= sum(miss.raw_size for miss in claimed)
             self._changed.set()
         arrived = sum(miss.stored_size for miss in ahead.arrived)
         layer.filled_bytes += arrived

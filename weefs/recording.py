@@ -61,13 +61,18 @@ class Recorder:
 
     # ---- the life of a layer ----
 
-    async def opened(self, slot: LayerSlot, digest: str, *, cold: bool, published: Awaitable[bytes | None] | None = None) -> None:
+    async def load(self, digest: str) -> Profile | None:
+        """What is known of a layer, before it is `opened`."""
+        return await asyncio.to_thread(self._store.load, digest)
+
+    def opened(
+        self, slot: LayerSlot, digest: str, profile: Profile | None, *, cold: bool, published: Awaitable[bytes | None] | None = None
+    ) -> None:
         """A layer is open; `cold`: the kernel holds nothing of it. Prefetches its profile; without one, that of the `published` document,
         as soon as that is there, if there is any. The layer stays until `closed`.
         """
         recording = Recording(slot, digest, self._core.layer_info(slot).chunks, cold)
         self._recordings[slot] = recording
-        profile = await asyncio.to_thread(self._store.load, digest)
         if profile is not None and profile.layer_chunks == recording.layer_chunks:
             self._use(recording, profile)
         elif published is not None:
@@ -98,7 +103,9 @@ class Recorder:
             recording.prefetch = self._prefetcher.begin(recording.slot, [ChunkIndex(chunk) for chunk in profile.chunks])
 
     async def unused(self, slot: LayerSlot) -> None:
-        """The last plan of a layer is gone: its run ends. If there is another before the layer is closed, it is a warm one."""
+        """The last plan of a layer is gone: its run ends. If there is another before the layer is closed, it is a warm one. May be said
+        again.
+        """
         recording = self._recordings.get(slot)
         if recording is None:
             return

@@ -108,7 +108,7 @@ class Room:
         return self._look()
 
     def _look_through(self, served: set[str]) -> tuple[int, int]:
-        idle = 0
+        idle = sum(disk_bytes(path) for path in (self._cache.path / "profiles").glob("*"))
         for digest in self._cache.digests():
             directory = self._cache.directory(digest)
             names = ("toc", "map", "layer.json") if digest in served else ("toc", "map", "layer.json", "data")
@@ -152,11 +152,10 @@ class Room:
         """As last measured."""
         return Usage(self._unused + self._core.cache_used, self._unused, self._capacity)
 
-    @property
-    def is_low(self) -> bool:
-        """Whether there is room for what nobody has asked for: below the mark down to which is evicted."""
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes more, that nobody has asked for, leave it below the mark down to which is evicted."""
         usage = self.usage
-        return usage.used < usage.capacity * self._bound.low_share
+        return usage.used + size < usage.capacity * self._bound.low_share
 
     def statistics(self) -> dict[str, int | str]:
         """`path`: of the cache. Bytes as last measured; counters since the start."""
