@@ -520,7 +520,8 @@ def test_a_node_fills_and_records_also_after_its_data_plane_was_killed(groups: G
         environment = create(node, groups.base, groups.task)
         node("env", "exec", environment, "--", "cat", "/etc/passwd")
         await_condition(lambda: is_full(node), "the fill of all layers")
-        assert re.search(r"^ahead +[1-9][\d.]* \w+ by fill \(eager; 0 requests now, 0 B left\); 0 B read of 0 B", node("node", "info"), re.M)
+        line = r"^ahead +[1-9][\d.]* \w+ by fill \(eager; 0 requests now, 0 B left\); 0 B read of 0 B"
+        assert re.search(line, node("node", "info"), re.MULTILINE)
         told = node("node", "metrics")
         assert re.search(r"^weenv_fill_bytes_total [1-9]", told, re.MULTILINE)
         for line in ("weenv_fill_active 0.0", "weenv_fill_remaining_bytes 0.0", "weenv_profile_used_bytes_total 0.0"):
