@@ -1,8 +1,8 @@
 """`python -m bench.shaping HOST:PORT`: a registry that is as far away as it is in a cluster, on the loopback.
 
-A TCP proxy that delays every byte by half a round trip in each direction, a new connection by one more, and lets no more than so many bytes a
-second pass towards the client, over all connections. In a process of its own (`shaped`), so that it does not share an interpreter with what is
-measured.
+A TCP proxy that delays every byte by half a round trip in each direction, a new connection by one more, and lets no more than so many
+bytes a second pass towards the client, over all connections. In a process of its own (`shaped`), so that it does not share an
+interpreter with what is measured.
 """
 
 from __future__ import annotations
