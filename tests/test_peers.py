@@ -334,13 +334,19 @@ def test_a_peer_that_cuts_its_answer_short(proxy: Proxy, layers: list[Layer], la
     assert set(sent_by_registry(proxy, layer_file).values()) == {1}
 
 
-def test_a_peer_that_stalls_loses_to_the_next_owner(proxy: Proxy, layers: list[Layer], layer_file: Path, tmp_path: Path) -> None:
+def test_a_peer_that_stalls_loses_to_the_next_owner(
+    proxy: Proxy, layers: list[Layer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stall(request: web.Request) -> web.StreamResponse:
+        return absent() if request.path.endswith("/toc") else await never(request)
+
     async def run() -> None:
-        with misbehaving(never) as stalled:
+        with misbehaving(stall) as stalled:
             async with cluster(tmp_path, [layers]) as [holder]:
                 await read_all(holder, FILES)
                 before = blob_bytes(proxy)
                 members = [peering(holder).name, stalled]
+                monkeypatch.setattr(placement, "places_to_ask", lambda *_: [stalled, peering(holder).name])
                 async with node(tmp_path / "asker", layers, PeersConfig(listen=addresses(1)[0], members=members)) as asker:
                     toc = blob_bytes(proxy) - before
                     await read_all(asker, FILES)
