@@ -357,8 +357,8 @@ class Peering:
         left_s = max(0.0, until - now_s)
         if not queue or any(tried.receiving for tried in running.values()):
             return left_s
-        asked = [tried.asked_s for tried in running.values() if tried.asked_s is not None]
-        since_s = max(asked, default=now_s)
+        # One that waits for its place has not been asked yet.
+        since_s = max(now_s if tried.asked_s is None else tried.asked_s for tried in running.values())
         return min(left_s, max(0.001, since_s + self._answers.hedge_s - now_s))
 
     def _slow(self, running: dict[asyncio.Task[_Brought | None], _Try]) -> bool:
