@@ -7,6 +7,7 @@
         data                            the logical stream, sparse
         map                             which chunks are present, touched, suspect (csrc/cache.h)
         pinned                          there while the layer is never to be removed, nor its chunks
+        lent                            there until a manifest has named the TOC that a peer described (docs/peers.md)
     <cache>/erofs/                      images of metadata: weefs/images.py
     <cache>/profiles/<hex>.json         what was read of a layer: weefs/profiles.py
 
