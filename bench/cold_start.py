@@ -32,12 +32,13 @@ from tools.output import duration, print_table, size
 
 @attrs.frozen
 class Start:
-    """`read_bytes`: of what arrived, what was read."""
+    """`read_bytes`: of what arrived, what was read; `waited`: READs that had to wait for a fetch."""
 
     wall_s: float
     arrived_bytes: int
     requests: int
     read_bytes: int
+    waited: int = 0
 
 
 def run_in(node: ServedNode, reference: str, program: str) -> tuple[float, str]:
@@ -58,7 +59,8 @@ def start(scratch: Path, reference: str, program: str, *, profiles: bool) -> tup
         (layer,) = plane["layers"].values()
         unread = plane["profiles"]["prefetched_bytes"] - plane["profiles"]["used_bytes"]
         requests = layer["requests"] + layer["metadata_requests"]
-        cold = Start(wall_s, layer["bytes"] + layer["metadata_bytes"], requests, layer["bytes"] + layer["metadata_bytes"] - unread)
+        arrived = layer["bytes"] + layer["metadata_bytes"]
+        cold = Start(wall_s, arrived, requests, arrived - unread, plane["fuse"]["reads_waited"])
         warm_s, second = run_in(node, reference, program)
         node.weenv("env", "rm", environment, second)
     return cold, warm_s
@@ -140,9 +142,9 @@ def report(found: dict[str, list[Start]], warm: list[float]) -> None:
     rows = []
     for name, runs in found.items():
         last = runs[-1]
-        row = (name, duration(medians[name]), size(last.arrived_bytes), last.requests, f"{last.arrived_bytes / last.read_bytes:.2f}")
-        rows.append(row)
-    print_table(("START", "TIME", "ARRIVED", "REQUESTS", "ARRIVED/READ"), [*rows, ("warm", duration(warm_s), "", "", "")])
+        share = f"{last.arrived_bytes / last.read_bytes:.2f}"
+        rows.append((name, duration(medians[name]), size(last.arrived_bytes), last.requests, share, last.waited))
+    print_table(("START", "TIME", "ARRIVED", "REQUESTS", "ARRIVED/READ", "READS WAITED"), [*rows, ("warm", duration(warm_s), "", "", "", "")])
     ratios = {**medians, "warm": warm_s}
     said = ", ".join(f"{medians['profile'] / ratios[name]:.2f} × {name}" for name in ("full pull", "on demand", "warm"))
     print(f"time with a profile: {said}")

@@ -527,3 +527,48 @@ def test_first_touches_by_many_readers_at_once_are_all_there_once(group: Group, 
             assert sorted(touched) == list(range(CHUNKS))
 
     asyncio.run(run())
+
+
+# what is on the disk is not fetched
+
+
+def test_after_a_crash_of_the_machine_it_verifies_instead_of_fetching(
+    proxy: Proxy, group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with mounted(tmp_path / "1", layers_of(group), fill=EAGER, keep_cache=True) as mount:
+            await until_full(mount)
+        monkeypatch.setattr("weefs.cachedir.boot_id", lambda: b"another boot id.")
+        (path,) = (tmp_path / "1" / "cache" / "layers").iterdir()
+        with (path / "data").open("r+b") as data:
+            data.seek(CHUNK * 7)
+            data.write(bytes(CHUNK))
+        proxy.seen.clear()
+        async with mounted(tmp_path / "1", layers_of(group), fill=EAGER) as mount:
+            await until_full(mount)
+            assert content_ranges(proxy, group) == [(CHUNK * 7, CHUNK * 8)]
+
+    asyncio.run(run())
+
+
+def test_what_another_version_has_is_taken_from_it(tmp_path: Path) -> None:
+    new = bytearray(LARGE)
+    new[CHUNK * 11] ^= 1
+    versions = []
+    for name, data in (("old", LARGE), ("new", bytes(new))):
+        push_group(f"oci:{tmp_path}/layout:{name}", [make_layer(tmp_path, name, {"large": data})])
+        versions += layers_of(resolve_group(f"oci:{tmp_path}/layout:{name}"))
+
+    async def run() -> None:
+        async with mounted(tmp_path / "m", versions[:1], fill=EAGER, keep_cache=True) as mount:
+            await until_full(mount)
+        async with mounted(tmp_path / "m", versions[1:], fill=attrs.evolve(EAGER, mode="off")) as mount:
+            await wait_until(lambda: mount.plane.statistics()["layers_compared"] == 2)
+            mount.plane._filler.policy = EAGER
+            mount.plane._filler._changed.set()
+            await until_full(mount)
+            assert mount.plane.statistics()["sources"]["copy"]["misses"] == CHUNKS - 1
+            assert mount.plane.statistics()["sources"]["layout"]["ahead"] == 1
+            assert await mount.read("large") == bytes(new)
+
+    asyncio.run(run())
