@@ -139,12 +139,13 @@ def measure(root: Path, scratch: Path, arguments: argparse.Namespace) -> None:
 def report(found: dict[str, list[Start]], warm: list[float]) -> None:
     medians = {name: statistics.median(one.wall_s for one in runs) for name, runs in found.items()}
     warm_s = statistics.median(warm)
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for name, runs in found.items():
         last = runs[-1]
         share = f"{last.arrived_bytes / last.read_bytes:.2f}"
         rows.append((name, duration(medians[name]), size(last.arrived_bytes), last.requests, share, last.waited))
-    print_table(("START", "TIME", "ARRIVED", "REQUESTS", "ARRIVED/READ", "READS WAITED"), [*rows, ("warm", duration(warm_s), "", "", "", "")])
+    rows.append(("warm", duration(warm_s), "", "", "", ""))
+    print_table(("START", "TIME", "ARRIVED", "REQUESTS", "ARRIVED/READ", "READS WAITED"), rows)
     ratios = {**medians, "warm": warm_s}
     said = ", ".join(f"{medians['profile'] / ratios[name]:.2f} × {name}" for name in ("full pull", "on demand", "warm"))
     print(f"time with a profile: {said}")
