@@ -29,6 +29,8 @@ from registry.referrers import find
 MAX_REDIRECTS = 5
 MAX_PLACES = 4096
 """Redirects that are remembered, for one repository."""
+READ_BUFFER_BYTES = 1 << 20
+"""Of an answer that arrives faster than it is taken; then its connection waits."""
 RENEWED_AT = 0.8
 """Of a token's life: then it is renewed."""
 MAX_WHOLE_BLOB_BYTES = 64 << 20
@@ -65,6 +67,7 @@ class HttpRanges:
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.timeout_s, sock_read=limits.timeout_s),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
+                read_bufsize=READ_BUFFER_BYTES,
             )
         return self._connections.session
 
@@ -237,11 +240,16 @@ async def _read_range(response: aiohttp.ClientResponse, url: str, offset: int, s
     received = response.headers.get("Content-Range", "none")
     if not re.fullmatch(rf"bytes {offset}-{offset + size - 1}/(\d+|\*)", received):
         raise Unreachable(f"{url}: expected bytes {offset}-{offset + size - 1}, received Content-Range {received}")
-    data = await _read_up_to(response, size + 1)
-    if len(data) != size:
-        more = "more" if len(data) > size else str(len(data))
+    pieces, received_bytes = [], 0
+    async for piece in response.content.iter_any():
+        pieces.append(piece)
+        received_bytes += len(piece)
+        if received_bytes > size:
+            break
+    if received_bytes != size:
+        more = "more" if received_bytes > size else str(received_bytes)
         raise Unreachable(f"{url}: expected {size} bytes at {offset}, received {more}")
-    return data
+    return b"".join(pieces)
 
 
 async def _slice_whole(response: aiohttp.ClientResponse, url: str, offset: int, size: int) -> bytes:

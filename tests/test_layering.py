@@ -27,7 +27,7 @@ ONLY_IN = {
     "cffi": {"weefs/core_build.py"},
     "oras": {"registry/remote.py"},
     "requests": {"registry/remote.py"},
-    "aiohttp": {"registry/http_ranges.py", "weefs/peerclient.py", "weefs/peerserver.py", "weefs/etcd.py"},
+    "aiohttp": {"registry/http_ranges.py", "weefs/peerserver.py", "weefs/etcd.py"},
     "dns": {"weefs/members.py"},
     "h11": {"envlet/metrics_server.py"},
     "prometheus_client": {"envlet/metrics.py"},

@@ -23,6 +23,7 @@ from strategies import make_content
 
 from layerformat import Layer as LayerFile
 from registry import push_group, resolve_group
+from weefs import peering as peering_module
 from weefs import peerserver, placement
 from weefs.core import ChunkIndex, CoreError
 from weefs.crowd import CHILDREN
@@ -90,6 +91,16 @@ def sent_by_registry(proxy: Proxy, layer_file: Path) -> Counter[int]:
 def absent() -> web.Response:
     """What a peer says that has nothing and knows nobody."""
     return web.Response(status=404, body=b'{"reason": "absent", "holders": []}')
+
+
+async def send_half(request: web.Request) -> web.StreamResponse:
+    """Of what was asked for, as if the rest were to come."""
+    begin, _, last = request.headers["Range"].removeprefix("bytes=").partition("-")
+    response = web.StreamResponse(status=206, headers={"Content-Range": f"bytes {begin}-{last}/*"})
+    response.content_length = int(last) - int(begin) + 1
+    await response.prepare(request)
+    await response.write(b"x" * (response.content_length // 2))
+    return response
 
 
 def blob_bytes(proxy: Proxy) -> int:
@@ -314,11 +325,7 @@ def test_a_peer_that_cuts_its_answer_short(proxy: Proxy, layers: list[Layer], la
     async def cut(request: web.Request) -> web.StreamResponse:
         if request.path.endswith("/toc"):
             return absent()
-        begin, _, last = request.headers["Range"].removeprefix("bytes=").partition("-")
-        response = web.StreamResponse(status=206, headers={"Content-Range": f"bytes {begin}-{last}/*"})
-        response.content_length = int(last) - int(begin) + 1
-        await response.prepare(request)
-        await response.write(b"x" * (response.content_length // 2))
+        response = await send_half(request)
         assert request.transport is not None
         request.transport.close()
         return response
@@ -334,11 +341,18 @@ def test_a_peer_that_cuts_its_answer_short(proxy: Proxy, layers: list[Layer], la
     assert set(sent_by_registry(proxy, layer_file).values()) == {1}
 
 
+@pytest.mark.parametrize("halfway", [False, True], ids=["at_once", "halfway"])
 def test_a_peer_that_stalls_loses_to_the_next_owner(
-    proxy: Proxy, layers: list[Layer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, layers: list[Layer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, halfway: bool
 ) -> None:
+    monkeypatch.setattr(peering_module, "PEERS_S", 600.0)  # only the next owner can end it
+
     async def stall(request: web.Request) -> web.StreamResponse:
-        return absent() if request.path.endswith("/toc") else await never(request)
+        if request.path.endswith("/toc"):
+            return absent()
+        if halfway:
+            await send_half(request)
+        return await never(request)
 
     async def run() -> None:
         with misbehaving(stall) as stalled:

@@ -30,6 +30,7 @@ from weefs.members import Members, sources_of
 from weefs.peerclient import Elsewhere, PeerClient, PeerFailed
 from weefs.peerconfig import PeersConfig, check, may_open, own_name, read_token, source_host, split_address, tls_contexts
 from weefs.peerhealth import Answers, PeerHealth
+from weefs.peerhttp import Buffers
 from weefs.peerserver import MAX_RANGE_BYTES, PeerServer
 from weefs.protocol import Layer
 
@@ -37,6 +38,8 @@ PEERS_S = 2.0
 """That peers get before the registry is asked; of the deadline, a third at most."""
 TOC_S = 2.0
 """That each place gets to send a TOC; it may be large, and nobody waits for it who is in the middle of something."""
+STALLED_S = 0.2
+"""Between two pieces of an answer: then the next place is asked as well."""
 REQUESTS_PER_PEER = 8
 REFERRALS = 12
 """Nodes that one is sent to by others, for one piece, at most."""
@@ -47,14 +50,15 @@ MAX_KNOWN_OWNERS = 8192
 
 @attrs.define(eq=False)
 class _Try:
-    """A place that is being asked, and whoever it refers to. Times of the loop."""
+    """A place that is being asked, and whoever it refers to. Times of the loop: since when the one that is `asking` has the question, and
+    when the last bytes of its answer came.
+    """
 
     peer: str
     first: bool
     asking: str = ""
     asked_s: float | None = None
-    answered: bool = False
-    receiving: bool = False
+    heard_s: float | None = None
 
 
 @attrs.frozen
@@ -62,7 +66,7 @@ class _Brought:
     """Bytes of a piece, and who sent them."""
 
     peer: str
-    body: bytes | bytearray
+    body: memoryview
 
 
 @attrs.define
@@ -91,7 +95,7 @@ def pieces_of(wanted: Iterable[Miss], max_bytes: int = MAX_RANGE_BYTES) -> list[
     return [tuple(piece) for piece in pieces]
 
 
-def _digest_of(data: bytes | bytearray) -> str:
+def _digest_of(data: memoryview) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
@@ -109,6 +113,7 @@ class Peering:
         token = read_token(config)
         tls = tls_contexts(config)
         self._client = PeerClient(self.name, token, tls[1] if tls else None)
+        self._buffers = Buffers()
         self.lending = Lending(
             core,
             lender,
@@ -208,7 +213,7 @@ class Peering:
 
     # ---- a layer's metadata ----
 
-    async def toc(self, layer: Layer) -> bytes | bytearray | None:
+    async def toc(self, layer: Layer) -> memoryview | None:
         """The raw TOC of a layer whose manifest says its digest, from a peer; None: it must come from the layer's source."""
         if layer.toc_digest is None:
             return None
@@ -227,7 +232,7 @@ class Peering:
                 return toc
         return None
 
-    async def _toc_from(self, place: str, layer: Layer) -> bytes | bytearray | None:
+    async def _toc_from(self, place: str, layer: Layer) -> memoryview | None:
         """From it, or those that it refers to."""
         loop = asyncio.get_running_loop()
         known, to_ask = {self.name}, [place]
@@ -296,6 +301,7 @@ class Peering:
             if brought is None:
                 return left
             unpublished = await self._publish(part, brought, layer.digest)
+            self._buffers.give_back(brought.body)
             left = [*unpublished, *(miss for other in others for miss in other)]
             if not unpublished:
                 continue
@@ -355,16 +361,20 @@ class Peering:
         """How long to wait for an answer before something else is done."""
         now_s = asyncio.get_running_loop().time()
         left_s = max(0.0, until - now_s)
-        if not queue or any(tried.receiving for tried in running.values()):
+        if not queue:
             return left_s
-        # One that waits for its place has not been asked yet.
-        since_s = max(now_s if tried.asked_s is None else tried.asked_s for tried in running.values())
-        return min(left_s, max(0.001, since_s + self._answers.hedge_s - now_s))
+        return min(left_s, max(0.001, max(self._slow_at_s(tried) for tried in running.values()) - now_s))
 
     def _slow(self, running: dict[asyncio.Task[_Brought | None], _Try]) -> bool:
         """All that are asked have been silent for too long, and none just waits for its place."""
-        latest_s = asyncio.get_running_loop().time() - self._answers.hedge_s
-        return all(tried.asked_s is not None and not tried.receiving and tried.asked_s <= latest_s for tried in running.values())
+        now_s = asyncio.get_running_loop().time()
+        return all(tried.asked_s is not None and self._slow_at_s(tried) <= now_s for tried in running.values())
+
+    def _slow_at_s(self, tried: _Try) -> float:
+        """When it has been silent for too long, if it stays so. One that waits for its place has not been asked yet."""
+        if tried.heard_s is not None:
+            return tried.heard_s + STALLED_S
+        return (asyncio.get_running_loop().time() if tried.asked_s is None else tried.asked_s) + self._answers.hedge_s
 
     def _end(self, running: dict[asyncio.Task[_Brought | None], _Try], winner: _Try | None, until: float) -> None:
         """Of those that are still being asked."""
@@ -372,7 +382,7 @@ class Peering:
         for task, tried in running.items():
             task.cancel()
             health = self._of(tried.asking or tried.peer)
-            if tried.asked_s is None or tried.answered:
+            if tried.asked_s is None or (tried.heard_s is not None and now_s - tried.heard_s < STALLED_S):
                 health.gave_up()
             elif now_s >= until:
                 health.failed(now_s)
@@ -410,27 +420,28 @@ class Peering:
         health = self._of(peer)
         async with place:
             begin_s = loop.time()
-            tried.asking, tried.asked_s, tried.answered = peer, begin_s, False
+            tried.asking, tried.asked_s, tried.heard_s = peer, begin_s, None
 
-            def note() -> None:
-                tried.answered = tried.receiving = True
-                health.answered(loop.time() - begin_s)
-                self._answers.add(loop.time() - begin_s)
+            def heard() -> None:
+                if tried.heard_s is None:
+                    health.answered(loop.time() - begin_s)
+                    self._answers.add(loop.time() - begin_s)
+                tried.heard_s = loop.time()
 
+            body = self._buffers.take(size)
             self._core.count_traffic("peer", requests=1)
             try:
-                answer = await self._client.ask(peer, layer.digest, offset, size, description, note)
+                elsewhere = await self._client.ask(peer, layer.digest, offset, body, description, heard)
             except PeerFailed:
                 health.failed(loop.time())
                 return ()
-            finally:
-                tried.receiving = False
-        if isinstance(answer, Elsewhere):
-            return answer.holders
+        if elsewhere is not None:
+            self._buffers.give_back(body)
+            return elsewhere.holders
         self._core.count_traffic("peer", bytes=size, fetch_s=loop.time() - begin_s)
         self.counted.received_bytes += size
         health.received_bytes += size
-        return _Brought(peer, answer)
+        return _Brought(peer, body)
 
     async def _publish(self, piece: Sequence[Miss], brought: _Brought, digest: str) -> list[Miss]:
         """What could not be: the bytes were others, or there is no room."""
@@ -447,13 +458,12 @@ class Peering:
             self._room.published()
         return [*published.damaged, *published.unplaced]
 
-    def _publish_now(self, piece: Sequence[Miss], body: bytes | bytearray) -> _Published:
-        view = memoryview(body)
+    def _publish_now(self, piece: Sequence[Miss], body: memoryview) -> _Published:
         published = _Published()
         for miss in piece:
             at = miss.stream_offset - piece[0].stream_offset
             try:
-                published.unwritten |= not self._core.publish_raw(miss.layer, miss.chunk, view[at : at + miss.raw_size])
+                published.unwritten |= not self._core.publish_raw(miss.layer, miss.chunk, body[at : at + miss.raw_size])
             except DamagedError:
                 published.damaged.append(miss)
             except CoreError as error:
