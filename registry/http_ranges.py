@@ -76,14 +76,19 @@ class HttpRanges:
             await self._connections.close()
 
     async def read(self, digest: str, offset: int, size: int) -> bytes:
-        if size == 0:
-            return b""
+        data = bytearray(size)
+        await self.read_into(digest, offset, memoryview(data))
+        return bytes(data)
+
+    async def read_into(self, digest: str, offset: int, into: memoryview) -> None:
+        if not into:
+            return
         url = f"{self._base}/blobs/{digest}"
-        headers = {"Range": f"bytes={offset}-{offset + size - 1}", "Accept-Encoding": "identity"}
+        headers = {"Range": f"bytes={offset}-{offset + len(into) - 1}", "Accept-Encoding": "identity"}
         with _translated(url):
             async with await self._request("GET", url, headers) as response:
                 try:
-                    return await _read_range(response, url, offset, size)
+                    await _read_range(response, url, offset, into)
                 except BaseException:
                     self._places.pop(url, None)  # the registry may know a better one
                     raise
@@ -234,42 +239,44 @@ class HttpRanges:
         return challenges.received_token(realm, data)
 
 
-async def _read_range(response: aiohttp.ClientResponse, url: str, offset: int, size: int) -> bytes:
+async def _read_range(response: aiohttp.ClientResponse, url: str, offset: int, into: memoryview) -> None:
     if response.status != 206:
-        return await _slice_whole(response, url, offset, size)
+        await _slice_whole(response, url, offset, into)
+        return
+    size = len(into)
     received = response.headers.get("Content-Range", "none")
     if not re.fullmatch(rf"bytes {offset}-{offset + size - 1}/(\d+|\*)", received):
         raise Unreachable(f"{url}: expected bytes {offset}-{offset + size - 1}, received Content-Range {received}")
-    pieces, received_bytes = [], 0
+    at = 0
     async for piece in response.content.iter_any():
-        pieces.append(piece)
-        received_bytes += len(piece)
-        if received_bytes > size:
-            break
-    if received_bytes != size:
-        more = "more" if received_bytes > size else str(received_bytes)
-        raise Unreachable(f"{url}: expected {size} bytes at {offset}, received {more}")
-    return b"".join(pieces)
+        if at + len(piece) > size:
+            raise Unreachable(f"{url}: expected {size} bytes at {offset}, received more")
+        into[at : at + len(piece)] = piece
+        at += len(piece)
+    if at != size:
+        raise Unreachable(f"{url}: expected {size} bytes at {offset}, received {at}")
 
 
-async def _slice_whole(response: aiohttp.ClientResponse, url: str, offset: int, size: int) -> bytes:
+async def _slice_whole(response: aiohttp.ClientResponse, url: str, offset: int, into: memoryview) -> None:
     """The range out of an answer of the whole blob."""
-    if offset + size > MAX_WHOLE_BLOB_BYTES:
+    end = offset + len(into)
+    if end > MAX_WHOLE_BLOB_BYTES:
         response.close()
         raise RegistryError(
             f"{url}: expected a range (status 206), received the whole blob (status {response.status}), which is too "
             "much to read for it; a registry or proxy that serves Range requests is needed"
         )
-    position, wanted = 0, bytearray()
+    position = 0
     async for piece in response.content.iter_chunked(1 << 18):
-        wanted += piece[max(0, offset - position) :]
+        wanted = memoryview(piece)[max(0, offset - position) : max(0, end - position)]
+        begin = max(position, offset) - offset
+        into[begin : begin + len(wanted)] = wanted
         position += len(piece)
-        if len(wanted) >= size:
+        if position >= end:
             break
     response.close()  # the rest is not wanted
-    if len(wanted) < size:
-        raise Unreachable(f"{url}: expected {size} bytes at {offset}, the answer ends after {position}")
-    return bytes(wanted[:size])
+    if position < end:
+        raise Unreachable(f"{url}: expected {len(into)} bytes at {offset}, the answer ends after {position}")
 
 
 async def _read_up_to(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:

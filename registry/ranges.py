@@ -25,6 +25,10 @@ class RangeReader(Protocol):
         """Exactly `size` bytes at `offset`. RegistryError."""
         ...
 
+    async def read_into(self, digest: str, offset: int, into: memoryview) -> None:
+        """The same, as many as `into` has, into it. After an error, or cancelled, it has anything, and may be written to for a while."""
+        ...
+
     async def size(self, digest: str) -> int:
         """Of the blob, bytes. RegistryError."""
         ...
@@ -84,7 +88,12 @@ class LayoutRanges:
         self._layout = layout
 
     async def read(self, digest: str, offset: int, size: int) -> bytes:
-        return await asyncio.to_thread(self._read, digest, offset, size)
+        data = bytearray(size)
+        await self.read_into(digest, offset, memoryview(data))
+        return bytes(data)
+
+    async def read_into(self, digest: str, offset: int, into: memoryview) -> None:
+        await asyncio.to_thread(self._read, digest, offset, into)
 
     async def size(self, digest: str) -> int:
         return await asyncio.to_thread(self._size, digest)
@@ -95,15 +104,14 @@ class LayoutRanges:
     async def close(self) -> None:
         return None
 
-    def _read(self, digest: str, offset: int, size: int) -> bytes:
+    def _read(self, digest: str, offset: int, into: memoryview) -> None:
         path = self._layout.blob_path(digest)
-        data = bytearray()
+        at = 0
         with _translated(str(path)), path.open("rb", buffering=0) as file:
-            while len(data) < size and (piece := os.pread(file.fileno(), size - len(data), offset + len(data))):
-                data += piece
-        if len(data) != size:
-            raise IntegrityError(f"{path}: expected {size} bytes at {offset}, received {len(data)}: it is cut off")
-        return bytes(data)
+            while at < len(into) and (n := os.preadv(file.fileno(), [into[at:]], offset + at)):
+                at += n
+        if at != len(into):
+            raise IntegrityError(f"{path}: expected {len(into)} bytes at {offset}, received {at}: it is cut off")
 
     def _size(self, digest: str) -> int:
         path = self._layout.blob_path(digest)

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from weefs.peerhttp import MAX_HEAD_BYTES, POOLED_BYTES, Buffers, Head, PeerHttp, ProtocolError
+from weefs.buffers import POOLED_BYTES, Buffers
+from weefs.peerhttp import MAX_HEAD_BYTES, Head, PeerHttp, ProtocolError
 
 BODY = bytes(range(256)) * 300
 HEAD = f"HTTP/1.1 206 Partial Content\r\nContent-Length: {len(BODY)}\r\nContent-Range: bytes 0-9/*\r\n\r\n".encode()

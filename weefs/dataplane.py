@@ -122,6 +122,9 @@ class _LateRanges:
     async def read(self, digest: str, offset: int, size: int) -> bytes:
         return await (await self._reader()).read(digest, offset, size)
 
+    async def read_into(self, digest: str, offset: int, into: memoryview) -> None:
+        await (await self._reader()).read_into(digest, offset, into)
+
     async def size(self, digest: str) -> int:
         return await (await self._reader()).size(digest)
 

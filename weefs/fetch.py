@@ -24,6 +24,7 @@ from typing import ParamSpec, Protocol, TypeVar
 import attrs
 
 from registry import RangeReader, RegistryError, Unreachable
+from weefs.buffers import Buffers
 from weefs.coalesce import Range, coalesce, coalesce_near
 from weefs.core import ChunkIndex, Core, CoreError, CoreFault, DamagedError, LayerSlot, Miss
 from weefs.demand import Demand
@@ -76,9 +77,18 @@ class LayerSource:
 async def read_patiently(
     source: LayerSource, offset: int, size: int, *, deadline: float, policy: FetchPolicy, metadata: bool = False
 ) -> bytes:
+    """As read_into_patiently(), into memory of its own."""
+    data = bytearray(size)
+    await read_into_patiently(source, offset, memoryview(data), deadline=deadline, policy=policy, metadata=metadata)
+    return bytes(data)
+
+
+async def read_into_patiently(
+    source: LayerSource, offset: int, into: memoryview, *, deadline: float, policy: FetchPolicy, metadata: bool = False
+) -> None:
     """A range of a layer's blob, asked for until `deadline` (the loop's time, seconds) as long as that may help.
 
-    Counted in the source's traffic. RegistryError: what the last one ended with.
+    Counted in the source's traffic. RegistryError: what the last one ended with; then, and cancelled, `into` may be written to for a while.
     """
     loop = asyncio.get_running_loop()
     attempt = 0
@@ -89,12 +99,12 @@ async def read_patiently(
         begin_s = loop.time()
         try:
             async with asyncio.timeout_at(deadline):
-                received = await source.reader.read(source.digest, offset, size)
-            source.traffic.arrived(len(received), loop.time() - begin_s, metadata=metadata)
-            source.link.observe(len(received), loop.time() - begin_s)
-            return received
+                await source.reader.read_into(source.digest, offset, into)
+            source.traffic.arrived(len(into), loop.time() - begin_s, metadata=metadata)
+            source.link.observe(len(into), loop.time() - begin_s)
+            return
         except TimeoutError:
-            where = f"{size} bytes at {offset} of {source.digest}"
+            where = f"{len(into)} bytes at {offset} of {source.digest}"
             raise Unreachable(f"{where}: expected an answer within {policy.deadline_s:g} s, received none{before}") from None
         except Unreachable as error:
             before = f"; the time before: {error}"
@@ -226,6 +236,7 @@ class Fetcher:
         self._ahead = ReadAhead(max_window=policy.read_ahead_chunks)
         self._chunk_sizes: dict[LayerSlot, int] = {}
         self._chunks: dict[LayerSlot, int] = {}
+        self._buffers = Buffers()
         self._reasons: dict[tuple[LayerSlot, ChunkIndex], str] = {}
 
     def add_source(self, layer: LayerSlot, source: LayerSource) -> None:
@@ -483,21 +494,22 @@ class Fetcher:
         return self._sources[layer].link
 
     async def _fetch(self, wanted: Range, deadline: float, unsettled: dict[ChunkIndex, Miss]) -> None:
-        stored = await self._read(wanted, deadline)
-        for miss in await self._publish(wanted, stored, unsettled, deadline):
-            alone = Range(wanted.layer, (miss,))
-            again = await self._read(alone, deadline)
-            if await self._publish(alone, again, unsettled, deadline):
+        for miss in await self._fetch_once(wanted, deadline, unsettled):
+            if await self._fetch_once(Range(wanted.layer, (miss,)), deadline, unsettled):
                 source = self._sources[wanted.layer]
                 reason = f"chunk {miss.chunk} of {source.digest} is damaged: received twice without its digest"
                 self._give_up(wanted.layer, [miss], errno.EBADMSG, reason)
                 del unsettled[miss.chunk]
 
-    async def _read(self, wanted: Range, deadline: float) -> bytes:
-        """The bytes of a range, tried until the deadline. RegistryError: the last one's."""
-        return await read_patiently(self._sources[wanted.layer], wanted.offset, wanted.size, deadline=deadline, policy=self._policy)
+    async def _fetch_once(self, wanted: Range, deadline: float, unsettled: dict[ChunkIndex, Miss]) -> list[Miss]:
+        """A range, tried until the deadline; the chunks of it that arrived without their digest. RegistryError: the last one's."""
+        stored = self._buffers.take(wanted.size)
+        await read_into_patiently(self._sources[wanted.layer], wanted.offset, stored, deadline=deadline, policy=self._policy)
+        damaged = await self._publish(wanted, stored, unsettled, deadline)
+        self._buffers.give_back(stored)
+        return damaged
 
-    async def _publish(self, wanted: Range, stored: bytes, unsettled: dict[ChunkIndex, Miss], deadline: float) -> list[Miss]:
+    async def _publish(self, wanted: Range, stored: memoryview, unsettled: dict[ChunkIndex, Miss], deadline: float) -> list[Miss]:
         """Hands each chunk of a range to the core; returns those that did not have their digest. When neither the cache nor memory has
         room for one, room is made, until the deadline.
         """
@@ -517,7 +529,7 @@ class Fetcher:
         return damaged
 
     async def _publish_somewhere(
-        self, wanted: Range, misses: Sequence[Miss], stored: bytes, unsettled: dict[ChunkIndex, Miss]
+        self, wanted: Range, misses: Sequence[Miss], stored: memoryview, unsettled: dict[ChunkIndex, Miss]
     ) -> Outcome:
         """Here or in a thread."""
         if (self._at_work == 1 and not self._at_work_for_nobody) or sum(miss.raw_size for miss in misses) <= PUBLISHED_HERE_BYTES:
@@ -530,13 +542,12 @@ class Fetcher:
             self._room.published()
         return outcome
 
-    def _publish_now(self, wanted: Range, misses: Sequence[Miss], stored: bytes, unsettled: dict[ChunkIndex, Miss]) -> Outcome:
-        view = memoryview(stored)
+    def _publish_now(self, wanted: Range, misses: Sequence[Miss], stored: memoryview, unsettled: dict[ChunkIndex, Miss]) -> Outcome:
         outcome = Outcome()
         for miss in misses:
             at = miss.blob_offset - wanted.offset
             try:
-                outcome.unwritten |= not self._core.publish(miss.layer, miss.chunk, view[at : at + miss.stored_size])
+                outcome.unwritten |= not self._core.publish(miss.layer, miss.chunk, stored[at : at + miss.stored_size])
             except DamagedError:
                 outcome.damaged.append(miss)
             except CoreError as error:

@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 import attrs
 
 from weefs import placement
+from weefs.buffers import Buffers
 from weefs.coalesce import Range
 from weefs.core import Core, CoreError, DamagedError, Miss
 from weefs.fetch import PUBLISHED_HERE_BYTES, CacheRoom, in_thread
@@ -30,7 +31,6 @@ from weefs.members import Members, sources_of
 from weefs.peerclient import Elsewhere, PeerClient, PeerFailed
 from weefs.peerconfig import PeersConfig, check, may_open, own_name, read_token, source_host, split_address, tls_contexts
 from weefs.peerhealth import Answers, PeerHealth
-from weefs.peerhttp import Buffers
 from weefs.peerserver import MAX_RANGE_BYTES, PeerServer
 from weefs.protocol import Layer
 
