@@ -1,4 +1,4 @@
-"""`python -m bench.cold_start [ROOT]`: until the first program of a task has run (it imports large packages and runs tests of one of them),
+"""`python -m bench.cold_start [ROOT]`: until the first program of a task has run (it imports a large package and runs some of its tests),
 on a node that has never seen the task, from a registry 20 ms and 1 Gb/s away.
 
     full pull   the root as a tar.gz, downloaded and unpacked, then the program in it (chroot)
@@ -30,7 +30,7 @@ from tools.demo import groups
 from tools.output import duration, print_table, size
 
 PROGRAM = """\
-import pandas, scipy.stats, sklearn.linear_model, sympy
+import sympy
 from sympy.core.tests import test_basic, test_symbol, test_numbers
 from sympy.testing.pytest import Skipped, XFail
 for module in (test_basic, test_symbol, test_numbers):
