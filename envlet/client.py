@@ -148,6 +148,15 @@ class Client:
         """References to digests. Raises EnvletError."""
         return self.call("plan.resolve", types.ResolveRequest(groups=list(groups), role=role), types.PlanInfo)
 
+    def prefetch(
+        self, groups: Sequence[str], *, what: types.PrefetchWhat = "auto", on_progress: Callable[[int, int], None] | None = None
+    ) -> types.PrefetchResult:
+        """plan.prefetch; returns when all is in the node's cache. `on_progress`: bytes that are wanted, and that are there. Raises
+        EnvletError, whose data has the layers, for what could not be had.
+        """
+        request = types.PrefetchRequest(groups=list(groups), what=what, progress=on_progress is not None)
+        return self.call("plan.prefetch", request, types.PrefetchResult, on_progress=on_progress)
+
     def collect(self, target_bytes: int = 0, dry_run: bool = False) -> types.CollectResult:
         """cache.gc."""
         return self.call("cache.gc", types.CollectRequest(target_bytes=target_bytes, dry_run=dry_run), types.CollectResult)
@@ -177,6 +186,7 @@ class Client:
         result: type[R],
         descriptors: Sequence[int] = (),
         on_terminal: Callable[[int], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> R:
         """Sends a request and waits for its answer. Raises EnvletError, ConnectionLost."""
         for name in request.__struct_fields__:
@@ -191,6 +201,10 @@ class Client:
                 answer = rpc.decode_answer(self._next_line())
                 if answer.method == "exec.terminal":
                     self._receive_terminal(on_terminal)
+                elif answer.method == "plan.progress":
+                    if on_progress is not None:
+                        progress = msgspec.json.decode(answer.payload, type=types.ProgressNotification)
+                        on_progress(progress.wanted_bytes, progress.done_bytes)
                 elif answer.error is not None and answer.request_id in (self._last_id, None):
                     raise answer.error
                 elif answer.request_id == self._last_id:

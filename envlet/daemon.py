@@ -79,6 +79,8 @@ from envlet.types import (
     ListResult,
     NodeInfo,
     PlanInfo,
+    PrefetchRequest,
+    PrefetchResult,
     ResolveRequest,
     RestartRequest,
     RestartResult,
@@ -97,6 +99,7 @@ class HandOver:
 
 
 OnTerminal = Callable[[int], Awaitable[None]]
+OnProgress = Callable[[int, int], Awaitable[None]]
 _REMOVE_AT_ONCE = 8
 _FULL_BYTES = 65536
 _FULL_INODES = 16
@@ -306,6 +309,11 @@ class Daemon:
     async def resolve(self, request: ResolveRequest) -> PlanInfo:
         """plan.resolve."""
         return (await self._plans.resolve(request.groups, request.role)).info()
+
+    async def prefetch(self, request: PrefetchRequest, on_progress: OnProgress) -> PrefetchResult:
+        """plan.prefetch. Nobody looks into what is fetched, so a group's role does not matter."""
+        plan = await self._plans.resolve(request.groups, "evaluation")
+        return await self._data_plane.prefetch(plan.layers, request.what, on_progress)
 
     async def collect(self, request: CollectRequest) -> CollectResult:
         """cache.gc."""

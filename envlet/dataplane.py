@@ -17,12 +17,13 @@ import contextlib
 import itertools
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from envlet.mounts import current_mounts
 from envlet.ports import Fault, LayerRef, MountedPlan
 from envlet.registry_errors import KINDS
 from envlet.syscalls import MNT_DETACH, umount
-from envlet.types import CheckedLayer, CheckResult, CollectedLayer
+from envlet.types import CheckedLayer, CheckResult, CollectedLayer, PrefetchedLayer, PrefetchResult
 from weefs import protocol
 from weefs.cachedir import has_ended
 from weefs.fill import Mode
@@ -468,6 +469,23 @@ class WeefsDataPlane:
     async def verify_cache(self, digest: str | None) -> Sequence[CheckedLayer]:
         return msgspec.convert(await self._call(protocol.VerifyCache, digest=digest), list[CheckedLayer])
 
+    async def prefetch(
+        self, layers: Sequence[LayerRef], what: str, on_progress: Callable[[int, int], Awaitable[None]]
+    ) -> PrefetchResult:
+        wanted, caller = [protocol.Layer(**attrs.asdict(layer)) for layer in layers], secrets.token_hex(8)
+        done = False
+        try:
+            while not done:
+                answer = await self._call(protocol.Prefetch, caller=caller, layers=wanted, what=what)
+                progress = msgspec.convert(answer, protocol.PrefetchProgress)
+                done = progress.done
+                await on_progress(progress.wanted_bytes, progress.done_bytes)
+        finally:
+            if not done and self._connection is not None:
+                with trio.CancelScope(shield=True), trio.move_on_after(1), contextlib.suppress(_Ended):  # else it is forgotten, later
+                    await self._connection.send(protocol.DropPrefetch(id=self._connection.next_id(), caller=caller))
+        return _prefetched(progress)
+
     async def diagnose(self) -> Sequence[CheckResult]:
         return msgspec.convert(await self._call(protocol.Diagnose), list[CheckResult])
 
@@ -521,6 +539,32 @@ class WeefsDataPlane:
         if self._process is not None:
             os.close(self._process.pidfd)
             self._process = None
+
+
+def _prefetched(progress: protocol.PrefetchProgress) -> PrefetchResult:
+    """Raises EnvletError if something could not be had."""
+    layers = [
+        PrefetchedLayer(
+            digest=one.digest,
+            source=one.source,
+            by=one.by,
+            wanted_bytes=one.wanted_bytes,
+            done_bytes=one.done_bytes,
+            failure=one.failure,
+        )
+        for one in progress.layers
+    ]
+    result = PrefetchResult(wanted_bytes=progress.wanted_bytes, done_bytes=progress.done_bytes, layers=layers)
+    failed = [one for one in progress.layers if one.failure]
+    if not failed:
+        return result
+    first = failed[0]
+    others = f" (and {len(failed) - 1} other layers)" if len(failed) > 1 else ""
+    raise EnvletError(
+        KINDS.get(first.failure_kind or "", errors.PREFETCH_FAILED),
+        f"layer {first.digest}{others}: {first.failure}; {progress.done_bytes} of {progress.wanted_bytes} bytes are in the cache",
+        msgspec.to_builtins(result),
+    )
 
 
 def _command(config: DataPlaneConfig, kept: Kept) -> list[str]:

@@ -36,7 +36,7 @@ REGISTRY_UNAVAILABLE = ErrorCode(
 )
 AUTHENTICATION = ErrorCode(1006, "authentication", False, "The registry refused the credentials.")
 INTEGRITY = ErrorCode(1007, "integrity", False, "Bytes did not have the digest that was promised for them.")
-CAPACITY = ErrorCode(1008, "capacity", True, "The node has no room for another environment.")
+CAPACITY = ErrorCode(1008, "capacity", True, "The node has no room: for another environment, or in its cache for what is to be prefetched.")
 MOUNT_FAILED = ErrorCode(1009, "mount_failed", False, "The plan or the environment's root could not be mounted.")
 RUNTIME_FAILED = ErrorCode(1010, "runtime_failed", False, "The OCI runtime failed; its message is part of the error.")
 INIT_FAILED = ErrorCode(1011, "init_failed", False, "An init command failed; `data` has the command, its status and the end of its output.")
@@ -54,6 +54,7 @@ TIMEOUT = ErrorCode(1018, "timeout", False, "The init commands took longer than 
 PERMISSION = ErrorCode(1019, "permission", False, "The caller may not use the socket.")
 NETWORK_REFUSED = ErrorCode(1020, "network_refused", False, "The node does not let environments use its network.")
 BUSY = ErrorCode(1021, "busy", True, "Requests still run that the daemon would have to cut short; wait, or force it.")
+PREFETCH_FAILED = ErrorCode(1022, "prefetch_failed", False, "Not all that is to be prefetched could be had; `data` has the layers.")
 
 ALL_CODES: tuple[ErrorCode, ...] = tuple(value for value in list(globals().values()) if isinstance(value, ErrorCode))
 BY_NUMBER: dict[int, ErrorCode] = {code.number: code for code in ALL_CODES}

@@ -5,14 +5,14 @@ Neither implementation is imported by the daemon: `serve` receives them. So the 
 unpacked directory, and the data plane without a daemon.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import attrs
 import trio
 
-from envlet.types import CheckedLayer, CheckResult, CollectedLayer
+from envlet.types import CheckedLayer, CheckResult, CollectedLayer, PrefetchResult
 
 
 @attrs.frozen
@@ -117,6 +117,14 @@ class DataPlane(Protocol):
 
     async def verify_cache(self, digest: str | None) -> Sequence[CheckedLayer]:
         """cache.verify."""
+        ...
+
+    async def prefetch(
+        self, layers: Sequence[LayerRef], what: str, on_progress: Callable[[int, int], Awaitable[None]]
+    ) -> PrefetchResult:
+        """plan.prefetch, of these layers; ends when it is cancelled. `on_progress`: bytes that are wanted, and that are there. Raises
+        EnvletError for what could not be had.
+        """
         ...
 
     async def diagnose(self) -> Sequence[CheckResult]:

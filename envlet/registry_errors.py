@@ -18,6 +18,7 @@ KINDS: dict[str, ErrorCode] = {
     "not_found": errors.REFERENCE_NOT_FOUND,
     "authentication": errors.AUTHENTICATION,
     "integrity": errors.INTEGRITY,
+    "capacity": errors.CAPACITY,
     "unreachable": errors.REGISTRY_UNAVAILABLE,
 }
 """The kinds of weefs.protocol.Error that have a code of their own."""

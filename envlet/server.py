@@ -39,6 +39,7 @@ DESCRIPTORS_MAX = 32
 _RECEIVE_BYTES = 65536
 _LISTEN_BACKLOG = 128
 OnTerminal = Callable[[int], Awaitable[None]]
+OnProgress = Callable[[int, int], Awaitable[None]]
 _DECODERS = {name: msgspec.json.Decoder(method.request) for name, method in types.METHODS.items()}
 
 
@@ -52,6 +53,7 @@ class Handlers(Protocol):
     async def diff(self, request: types.DiffRequest, descriptors: Sequence[int]) -> types.DiffResult: ...
     async def delete(self, request: types.DeleteRequest) -> types.DeleteResult: ...
     async def resolve(self, request: types.ResolveRequest) -> types.PlanInfo: ...
+    async def prefetch(self, request: types.PrefetchRequest, on_progress: OnProgress) -> types.PrefetchResult: ...
     async def collect(self, request: types.CollectRequest) -> types.CollectResult: ...
     async def verify(self, request: types.VerifyRequest) -> types.VerifyResult: ...
     async def doctor(self, request: types.DoctorRequest) -> types.DoctorResult: ...
@@ -61,7 +63,9 @@ class Handlers(Protocol):
         """The answer to a restart has been sent."""
 
 
-async def dispatch(handlers: Handlers, request: types.Request, descriptors: Sequence[int], on_terminal: OnTerminal) -> types.Result:
+async def dispatch(
+    handlers: Handlers, request: types.Request, descriptors: Sequence[int], on_terminal: OnTerminal, on_progress: OnProgress
+) -> types.Result:
     """Calls the method that a checked request belongs to."""
     match request:
         case types.CreateRequest():
@@ -78,6 +82,8 @@ async def dispatch(handlers: Handlers, request: types.Request, descriptors: Sequ
             return await handlers.delete(request)
         case types.ResolveRequest():
             return await handlers.resolve(request)
+        case types.PrefetchRequest():
+            return await handlers.prefetch(request, on_progress)
         case types.CollectRequest():
             return await handlers.collect(request)
         case types.VerifyRequest():
@@ -304,7 +310,8 @@ class _Connection:
         result: types.Result | None = None
         try:
             try:
-                result = await dispatch(self._handlers, request, descriptors, partial(self._send_terminal, request_id))
+                on_terminal, on_progress = partial(self._send_terminal, request_id), partial(self._send_progress, request_id, request)
+                result = await dispatch(self._handlers, request, descriptors, on_terminal, on_progress)
                 answer = rpc.encode_result(request_id, result)
             except EnvletError as error:
                 answer = rpc.encode_error(request_id, error)
@@ -340,6 +347,14 @@ class _Connection:
             sent = await self._peer.sendmsg([data], rights)
             while sent < len(data):
                 sent += await self._peer.send(data[sent:])
+
+
+    async def _send_progress(self, request_id: rpc.RequestId, request: types.Request, wanted_bytes: int, done_bytes: int) -> None:
+        """If the request wants it."""
+        if getattr(request, "progress", False):
+            notification = types.ProgressNotification(request_id=request_id, wanted_bytes=wanted_bytes, done_bytes=done_bytes)
+            with contextlib.suppress(ConnectionError):  # the client is gone: `serve` sees it, too
+                await self.send(rpc.encode_notification("plan.progress", notification))
 
 
 def _said_count(line: bytes) -> int | None:

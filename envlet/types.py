@@ -203,6 +203,45 @@ class PlanInfo(Result, frozen=True, kw_only=True):
     env: list[str]
 
 
+PrefetchWhat = Literal["auto", "profile", "all"]
+
+
+class PrefetchRequest(Request, frozen=True, kw_only=True):
+    groups: Annotated[list[Reference], Meta(min_length=1, max_length=64, description="Layer groups, of any role.")]
+    what: Annotated[
+        PrefetchWhat,
+        Meta(
+            description="Of each layer: what its profile names, or all of it where there is none (`auto`); only what profiles name; all."
+        ),
+    ] = "auto"
+    progress: Annotated[bool, Meta(description="Whether `plan.progress` shall come, about twice a second.")] = False
+
+
+class PrefetchedLayer(Result, frozen=True, kw_only=True):
+    """A layer, and what of it is in the cache. Bytes are uncompressed."""
+
+    digest: str
+    source: str
+    by: Annotated[str, Meta(description="What was wanted of it: what its `profile` names, or `all`.")]
+    wanted_bytes: int
+    done_bytes: Annotated[int, Meta(description="Of them, in the cache.")]
+    failure: Annotated[str, Meta(description="Why not all of them are; empty in a result, which is given when all are.")] = ""
+
+
+class PrefetchResult(Result, frozen=True, kw_only=True):
+    wanted_bytes: int
+    done_bytes: int
+    layers: list[PrefetchedLayer]
+
+
+class ProgressNotification(Result, frozen=True, kw_only=True):
+    """`plan.progress`."""
+
+    request_id: Annotated[int | str, Meta(description="The `id` of the `plan.prefetch` request.")]
+    wanted_bytes: Annotated[int, Meta(description="Uncompressed. It grows while layers are opened.")]
+    done_bytes: Annotated[int, Meta(description="Of them, in the cache.")]
+
+
 class InfoRequest(Request, frozen=True, kw_only=True):
     pass
 
@@ -319,6 +358,12 @@ METHODS: dict[str, Method] = {
             "Kills all processes, unmounts, removes; answers when nothing is left.",
         ),
         Method("plan.resolve", ResolveRequest, PlanInfo, "References to digests, without making anything."),
+        Method(
+            "plan.prefetch", PrefetchRequest, PrefetchResult,
+            "Brings layer groups into the node's cache before any environment wants them: references, metadata and contents, so that they "
+            "start without the registry. Behind readers; what is in use or pinned is not evicted for it. What could not be had is an "
+            "error, whose `data` has the `layers`; what came stays. A client that goes away ends it, and the same request goes on with it.",
+        ),
         Method(
             "cache.gc", CollectRequest, CollectResult,
             "Removes layers from the cache that no plan has and that are not pinned, those first that were unused for longest.",

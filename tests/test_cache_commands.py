@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from node_process import Groups, Node, create, refusal, run_node, weenv
+from aiohttp import web
+from node_process import WEENV, Groups, Node, create, make_groups, refusal, run_node, wait_until, weenv
+from registry_fixture import Proxy, RegistryServer, run_proxy, run_registry
 
 
 def cache_of(node: Node) -> Path:
@@ -120,3 +127,102 @@ def test_what_is_not_in_the_cache_cannot_be_named(groups: Groups, tmp_path: Path
         with run_node(tmp_path / "other") as other:
             create(other, groups.base)
             assert "serves from it" in refusal("cache", "gc", "--cache", cache, "--socket", other.socket, status=1)
+
+
+# prefetch
+
+
+@pytest.fixture
+def groups_and_proxy(server: RegistryServer, tmp_path: Path) -> Iterator[tuple[Groups, Proxy]]:
+    with run_proxy(server.host) as proxy:
+        yield make_groups(tmp_path / "groups", f"{proxy.host}/prefetch/"), proxy
+
+
+def test_a_node_that_prefetched_starts_without_its_registry(tmp_path: Path) -> None:
+    with run_node(tmp_path / "n") as node:
+        with run_registry(tmp_path / "registry") as registry:
+            groups = make_groups(tmp_path / "groups", f"{registry.host}/demo/")
+            wanted = (groups.base, groups.task, groups.evaluator)
+            text = node("cache", "prefetch", *wanted)
+            assert text.splitlines()[0].split() == ["LAYER", "BY", "PRESENT", "SOURCE"]
+            assert {line.split()[1] for line in text.splitlines()[1:]} == {"all"}
+            found = json.loads(node("cache", "prefetch", *wanted, "--format", "json"))
+            assert found["done_bytes"] == found["wanted_bytes"] > 3 << 20
+            assert {layer["digest"] for layer in found["layers"]} == set().union(*(layers_of(one) for one in wanted))
+            assert all(layer["present_chunks"] == layer["chunks"] for layer in listed(cache_of(node)).values())
+        environment = create(node, groups.base, groups.task)
+        assert node("env", "exec", environment, "--", "sh", "-c", "cat /usr/share/large | wc -c; cat /work/answer.txt").split()[-1] == "42"
+        assert json.loads(node("cache", "prefetch", *wanted, "--format", "json")) == found, "nothing is left to be fetched"
+        said = node.refused("cache", "prefetch", groups.harness, status=1)
+        assert "demo/harness" in said
+
+
+def test_what_is_prefetched_must_fit(groups: Groups, tmp_path: Path) -> None:
+    with run_node(tmp_path / "n", settings='cache_free_min = "1000000G"\n') as node:
+        said = node.refused("cache", "prefetch", groups.base, status=6)
+        assert "expected room for " in said
+        assert "received 0" in said
+
+
+def test_prefetch_needs_a_daemon_and_a_profile_if_it_is_to_be_one(groups: Groups, tmp_path: Path) -> None:
+    said = refusal("cache", "prefetch", groups.base, "--socket", tmp_path / "none.sock", status=1)
+    assert "start one with `weenv node serve`" in said
+    with run_node(tmp_path / "n") as node:
+        assert "no layer has a profile" in node.refused("cache", "prefetch", "--profile", groups.base, status=1)
+
+
+def test_progress_comes_and_an_interrupt_ends_it(groups_and_proxy: tuple[Groups, Proxy], tmp_path: Path) -> None:
+    groups, proxy = groups_and_proxy
+    asked, gate = threading.Event(), threading.Event()
+    (digest,) = layers_of(groups.base)
+
+    async def hold(request: web.Request) -> web.StreamResponse | None:
+        if digest in request.path and request.headers.get("Range", "").startswith("bytes=0-"):
+            asked.set()
+            await asyncio.to_thread(gate.wait, 30)
+        return None
+
+    def prefetches(node: Node) -> int:
+        return int(json.loads(node("node", "info", "--format", "json"))["statistics"]["data_plane"]["prefetches"]["jobs"])
+
+    with run_node(tmp_path / "n") as node:
+        proxy.fault = hold
+        command = [WEENV, "cache", "prefetch", groups.base, "--format", "json", "--socket", node.socket]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            assert asked.wait(30)
+            progress = json.loads(process.stderr.readline())
+            assert 0 <= progress["done_bytes"] <= progress["wanted_bytes"]
+            assert prefetches(node) == 1
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+        wait_until(lambda: prefetches(node) == 0, "the end of the prefetch")
+        gate.set()
+        proxy.fault = None
+        found = json.loads(node("cache", "prefetch", groups.base, "--format", "json"))
+        assert found["done_bytes"] == found["wanted_bytes"]
+
+
+def test_a_data_plane_that_dies_does_not_end_a_prefetch(groups_and_proxy: tuple[Groups, Proxy], tmp_path: Path) -> None:
+    groups, proxy = groups_and_proxy
+    asked, gate = threading.Event(), threading.Event()
+    (digest,) = layers_of(groups.base)
+
+    async def hold(request: web.Request) -> web.StreamResponse | None:
+        if digest in request.path and request.headers.get("Range", "").startswith("bytes=0-") and not gate.is_set():
+            asked.set()
+            await asyncio.to_thread(gate.wait, 30)
+        return None
+
+    with run_node(tmp_path / "n") as node:
+        proxy.fault = hold
+        command = [WEENV, "cache", "prefetch", groups.base, "--format", "json", "--socket", node.socket]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+            assert asked.wait(30)
+            pid = json.loads(node("node", "info", "--format", "json"))["statistics"]["data_plane"]["process"]["pid"]
+            os.kill(pid, signal.SIGKILL)
+            gate.set()
+            assert process.stdout is not None
+            found = json.loads(process.stdout.read())
+            assert process.wait(30) == 0
+        assert found["done_bytes"] == found["wanted_bytes"]

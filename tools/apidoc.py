@@ -113,7 +113,7 @@ def _table(schema: dict[str, Any], is_request: bool) -> list[str]:
 def api_document() -> str:
     """docs/api.md."""
     structs = [struct for method in types.METHODS.values() for struct in (method.request, method.result)]
-    _, components = msgspec.json.schema_components([*structs, types.TerminalNotification])
+    _, components = msgspec.json.schema_components([*structs, types.TerminalNotification, types.ProgressNotification])
     lines = [INTRODUCTION]
     for method in types.METHODS.values():
         lines += [f"## {method.name}", "", method.summary, "", "Parameters:", ""]
@@ -126,9 +126,11 @@ def api_document() -> str:
         "",
     ]
     lines += _table(components["TerminalNotification"], is_request=False)
+    lines += ["## Notification `plan.progress`", "", "Sent while a `plan.prefetch` with `progress` runs.", ""]
+    lines += _table(components["ProgressNotification"], is_request=False)
     lines += ["## Results", ""]
     requests = {method.request.__name__ for method in types.METHODS.values()}
-    for name in sorted(set(components) - requests - {"TerminalNotification"}):
+    for name in sorted(set(components) - requests - {"TerminalNotification", "ProgressNotification"}):
         lines += [f"### {name}", ""]
         if components[name].get("description"):
             lines += [str(components[name]["description"]).split("\n")[0], ""]

@@ -1,7 +1,7 @@
 """`weenv cache …`: looks at a node's cache, and tidies it.
 
 `df`, `ls`, `pin` and `unpin` use the directory itself, beside the daemon and without one. `verify` and `gc` have the daemon do it that
-serves from the directory, if there is one.
+serves from the directory, if there is one. `prefetch` (prefetch_command.py) needs a daemon.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from tools import exits, output, settings
+from tools import exits, output, prefetch_command, settings
 from tools.node_commands import add_socket
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def register(commands: Any) -> None:
     made["gc"].add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
     for name in ("pin", "unpin"):
         made[name].add_argument("layers", nargs="+", metavar="LAYER|REF", help="a digest or its beginning, or a group's reference")
+    prefetch_command.register(sub)
     made["unpin"].set_defaults(unpin=True)
     made["pin"].set_defaults(unpin=False)
 

@@ -28,7 +28,7 @@ def not_utf8(arguments: argparse.Namespace) -> int | None:
 
     Paths of our own, which stay on this side, may be of any bytes.
     """
-    if arguments.command not in ("catalog", "env", "group", "image", "mount"):
+    if arguments.command not in ("cache", "catalog", "env", "group", "image", "mount"):
         return None
     for name, value in vars(arguments).items():
         for text in _texts(value):

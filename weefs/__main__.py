@@ -15,12 +15,13 @@ import msgspec
 
 from registry import RegistryError, load_credentials
 from weefs.errors import WeefsError
+from weefs.failures import first_cause
 from weefs.fetch import FetchPolicy
 from weefs.fill import MODES, FillPolicy
 from weefs.log import say, say_traceback
 from weefs.peerconfig import PeersConfig
 from weefs.room import CacheBound
-from weefs.service import first_cause, serve
+from weefs.service import serve
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -43,6 +43,8 @@ from weefs.recording import NO_PROFILES, Recorder
 from weefs.room import CacheBound, Room
 from weefs.sources import AHEAD_WITHIN_S, Sources
 from weefs.toc import Tocs
+from weefs.warming import REQUESTS_AT_ONCE as WARMING_AT_ONCE
+from weefs.warming import Warmer
 
 if TYPE_CHECKING:
     from weefs.peering import Peering
@@ -130,7 +132,7 @@ class DataPlane:
         self._recorder = Recorder(core, ProfileStore(cache.path), self._prefetcher) if profiles else None
         # What is fetched ahead has connections of its own: a reader never waits for one of them. And a request that stalls must leave time
         # for another one before the deadline.
-        ahead = (PREFETCHES_AT_ONCE if profiles else 0) + (fill.wanted_requests_at_once if fill.mode != "off" else 0)
+        ahead = WARMING_AT_ONCE + (PREFETCHES_AT_ONCE if profiles else 0) + (fill.wanted_requests_at_once if fill.mode != "off" else 0)
         timeout_s = max(SHORTEST_TIMEOUT_S, self._policy.deadline_s / 3)
         connections = Connections(per_host=self._policy.requests_at_once + ahead, timeout_s=timeout_s)
         self._sources = Sources(core, credentials, connections, self._lock)
@@ -138,6 +140,7 @@ class DataPlane:
         self._layers = Layers(
             core, cache, self._journal, self._sources, tocs, self._fetcher, self.room, self._copies, self._recorder, self._lock
         )
+        self.warmer = Warmer(core, cache, self._layers, self._sources, self._fetcher, self.room, within_s)
         self._plans: dict[str, _ServedPlan] = {}
         self._images = Images(cache.path)
         self._plan_images: dict[str, list[Path]] = {}
@@ -151,6 +154,7 @@ class DataPlane:
             tasks.create_task(self._fetcher.run())
             tasks.create_task(self._filler.run())
             tasks.create_task(self._prefetcher.run())
+            tasks.create_task(self.warmer.run())
             if self._recorder is not None:
                 tasks.create_task(self._recorder.run())
             if self.peering is not None:
@@ -371,6 +375,7 @@ class DataPlane:
             "images": images,
             "cache": self.room.statistics(),
             "fill": self._filler.statistics(),
+            "prefetches": self.warmer.statistics(),
             "profiles": self._recorder.statistics() if self._recorder is not None else NO_PROFILES,
             "layers_compared": self._copies.known,
             "peers": self.peering.statistics() if self.peering is not None else NO_PEERS,

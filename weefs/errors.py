@@ -9,6 +9,10 @@ class LayerRefused(WeefsError):
     """A layer's metadata cannot be used: it is damaged, or not what the manifest promised."""
 
 
+class NoRoom(WeefsError):
+    """The cache has no room for what is to be brought into it."""
+
+
 class CacheError(WeefsError):
     """The cache directory cannot be used."""
 

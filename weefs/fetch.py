@@ -197,6 +197,8 @@ class Ahead:
 
     arrived: list[Miss]
     failure: str
+    error: RegistryError | None = None
+    """Whose sentence that is, if it is a registry's."""
 
 
 class Fetcher:
@@ -260,6 +262,19 @@ class Fetcher:
         """Why a chunk was given up, for people."""
         unreadable = f"chunk {fault.chunk} is in the cache and cannot be read from it: {os.strerror(fault.error)}"
         return self._reasons.get((fault.layer, fault.chunk), unreadable)
+
+    def why(self, layer: LayerSlot, chunk: ChunkIndex) -> str:
+        """A chunk was given up, for people."""
+        return self._reasons.get((layer, chunk), "it was given up")
+
+    def is_present(self, layer: LayerSlot, chunk: ChunkIndex) -> bool:
+        """In the cache. False also while so much of the layer is held that it cannot be seen."""
+        try:
+            return self._is_present(layer, chunk)
+        except CoreError as error:
+            if error.errno == errno.EBUSY:
+                return False
+            raise
 
     async def run(self) -> None:
         """Takes misses until cancelled."""
@@ -445,7 +460,7 @@ class Fetcher:
         layer = claimed[0].layer
         unsettled = {miss.chunk: miss for miss in claimed}
         deadline = asyncio.get_running_loop().time() + within_s
-        failure = ""
+        failure, refusal = "", None
         self._at_work += 1
         self._at_work_for_nobody += 1
         try:
@@ -460,7 +475,7 @@ class Fetcher:
                 self._sources[layer].traffic.wanted(len(wanted.misses), ahead=True)
                 await self._fetch(wanted, deadline, unsettled)
         except RegistryError as error:
-            failure = str(error)
+            failure, refusal = str(error), error
         except Exception as error:  # a bug of ours costs these chunks, not the node
             say_traceback()
             failure = f"{type(error).__name__}: {error}"
@@ -477,7 +492,7 @@ class Fetcher:
                 self._core.unclaim(miss.layer, miss.chunk)
             self._settled(claimed)
         lost = [*unsettled, *(miss.chunk for miss in claimed if (layer, miss.chunk) in self._reasons)]
-        return Ahead([miss for miss in claimed if miss.chunk not in lost], failure)
+        return Ahead([miss for miss in claimed if miss.chunk not in lost], failure, refusal)
 
     async def _take_from_neighbours(self, unsettled: dict[ChunkIndex, Miss], digest: str, deadline: float) -> None:
         """What they have is settled."""

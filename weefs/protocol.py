@@ -15,12 +15,12 @@ The data plane outlives the daemon, and the other way round, so neither end may 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 MAX_LINE_BYTES = 16 << 20
-VERSION = 3
+VERSION = 4
 """Of this protocol. A daemon that meets another one replaces the data plane instead of talking to it."""
 
 
@@ -91,6 +91,29 @@ class VerifyCache(msgspec.Struct, frozen=True, tag="verify_cache", tag_field="me
     digest: str | None = None
 
 
+PrefetchWhat = Literal["auto", "profile", "all"]
+"""Of each layer: what its profile names, or all of it where there is none; only the former; all of it."""
+
+
+class Prefetch(msgspec.Struct, frozen=True, tag="prefetch", tag_field="method", kw_only=True):
+    """Brings layers into the cache, of which no plan need have any. The result is a `PrefetchProgress`, which comes within a second; as
+    long as it is not done, it is to be asked for again, with the same words. What is not asked for any more ends.
+    """
+
+    id: int
+    caller: str
+    """Whoever asks: one word for each that is to end by itself."""
+    layers: list[Layer]
+    what: PrefetchWhat = "auto"
+
+
+class DropPrefetch(msgspec.Struct, frozen=True, tag="drop_prefetch", tag_field="method", kw_only=True):
+    """A caller's prefetch is not wanted any more. It has no answer."""
+
+    id: int
+    caller: str
+
+
 class Diagnose(msgspec.Struct, frozen=True, tag="diagnose", tag_field="method", kw_only=True):
     """Looks for what is wrong, by doing what the data plane does. The result is a list of `Check`."""
 
@@ -110,7 +133,19 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", tag_field="method", 
     id: int
 
 
-Request = Hello | AddPlan | RemovePlan | GetStatistics | CollectCache | VerifyCache | Diagnose | AcknowledgeFaults | Shutdown
+Request = (
+    Hello
+    | AddPlan
+    | RemovePlan
+    | GetStatistics
+    | CollectCache
+    | VerifyCache
+    | Prefetch
+    | DropPrefetch
+    | Diagnose
+    | AcknowledgeFaults
+    | Shutdown
+)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +179,27 @@ class VerifiedLayer(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     good: int
     damaged: int
+
+
+class PrefetchedLayer(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a layer is. Bytes of its stream, which is not compressed. `failure`: why nothing more of it comes; with a kind of `Error`."""
+
+    digest: str
+    source: str
+    by: Literal["profile", "all"]
+    wanted_bytes: int
+    done_bytes: int
+    failure_kind: str | None = None
+    failure: str = ""
+
+
+class PrefetchProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """The sums of `layers`. `done`: nothing more comes."""
+
+    done: bool
+    wanted_bytes: int
+    done_bytes: int
+    layers: list[PrefetchedLayer]
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,6 +53,15 @@ class Usage:
     capacity: int
 
 
+@attrs.frozen
+class Reserved:
+    """Bytes: what there was room for, with what could be removed; what was used, and the capacity."""
+
+    available: int
+    used: int
+    capacity: int
+
+
 def disk_bytes(path: Path) -> int:
     """What a file takes on disk; 0 if it is not there."""
     try:
@@ -255,6 +264,20 @@ class Room:
             self._found_empty.discard(digest)
         self.idle_changes(sum(disk_bytes(directory / name) for name in ("data", "map")) - before)
         return swept
+
+    async def reserve(self, size: int) -> Reserved:
+        """Sees to it that so many bytes more stay below the mark down to which is evicted: removes layers that are neither served nor
+        pinned, the longest unused first; none, if that would not do. OSError.
+        """
+        usage = await self.measure()
+        most = int(usage.capacity * self._bound.low_share)
+        available = most - usage.used
+        if size > available:
+            removable = await self.collect(max(0, most - size), dry_run=True)
+            available += sum(layer.disk_bytes for layer in removable)
+            if size <= available:
+                await self.collect(max(0, most - size), dry_run=False)
+        return Reserved(max(0, available), usage.used, usage.capacity)
 
     async def collect(self, target: int, *, dry_run: bool) -> list[RemovedLayer]:
         """Removes whole layers that are neither served nor pinned, the longest unused first, until at most `target` bytes are used; which.

@@ -16,12 +16,12 @@ from typing import Any
 
 import msgspec
 
-from registry import AuthenticationFailed, Credentials, IntegrityError, NotFound, Unreachable
+from registry import Credentials
 from weefs import journal, protocol
 from weefs.cachedir import CacheDirectory
-from weefs.core import Core, DamagedError
+from weefs.core import Core
 from weefs.dataplane import DataPlane
-from weefs.errors import LayerRefused
+from weefs.failures import error_kind, first_cause, sentence
 from weefs.fetch import FetchPolicy
 from weefs.fill import FillPolicy
 from weefs.journal import Journal
@@ -33,19 +33,6 @@ CACHE_WAIT_S = 10.0
 """A predecessor that was killed has let its cache go when it is gone for good; one that is being replaced ends at once."""
 ACCEPT_PAUSE_S = 0.1
 """After accept(2) failed, for want of descriptors or memory."""
-
-_KINDS: tuple[tuple[type[BaseException], str], ...] = (
-    (NotFound, "not_found"),
-    (AuthenticationFailed, "authentication"),
-    (IntegrityError, "integrity"),
-    (DamagedError, "integrity"),
-    (LayerRefused, "integrity"),
-    (Unreachable, "unreachable"),
-)
-
-
-def error_kind(error: BaseException) -> str:
-    return next((kind for type_, kind in _KINDS if isinstance(error, type_)), "error")
 
 
 class Service:
@@ -119,6 +106,8 @@ class Service:
                     self._journal.append(journal.Acknowledged(through=through))
                 except OSError as error:
                     say(f"journal: {error}; acknowledged faults are repeated")
+            case protocol.DropPrefetch(caller=caller):
+                self._plane.warmer.drop(caller)
             case _:
                 self._spawn(self._answer(writer, request))
 
@@ -144,6 +133,8 @@ class Service:
                 return await self._plane.room.collect(target, dry_run=dry_run)
             case protocol.VerifyCache(digest=digest):
                 return await self._plane.verify(digest)
+            case protocol.Prefetch(caller=caller, layers=layers, what=what):
+                return await self._plane.warmer.progress(caller, layers, what)
             case protocol.Diagnose():
                 return await self._plane.diagnose()
 
@@ -152,7 +143,7 @@ class Service:
             result = await self._call(request)
         except Exception as error:  # every failure is the answer; none may end the data plane
             cause = first_cause(error)
-            failure = protocol.Error(kind=error_kind(cause), message=_sentence(cause))
+            failure = protocol.Error(kind=error_kind(cause), message=sentence(cause))
             _send(writer, protocol.Answer(id=request.id, error=failure))
         else:
             _send(writer, protocol.Answer(id=request.id, result=result))
@@ -172,19 +163,6 @@ def _send_descriptors(writer: asyncio.StreamWriter, data: bytes, descriptors: Se
     """Sends them with `data`, before anything else was written; how many bytes were sent. OSError."""
     with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as connection:
         return socket.send_fds(connection, [data], list(descriptors))
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """Of several that came at once."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def _sentence(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) or type(error).__name__
 
 
 async def serve(
