@@ -375,7 +375,8 @@ METHODS: dict[str, Method] = {
         Method("node.info", InfoRequest, NodeInfo, "The node and its figures."),
         Method(
             "node.doctor", DoctorRequest, DoctorResult,
-            "Looks for what is wrong by doing what the node does: a range is fetched from each source that the cache has layers of.",
+            "Looks for what is wrong by doing what the node does: a range is fetched from each source that the cache has layers of, "
+            "and a chunk from each peer.",
         ),
         Method(
             "node.restart", RestartRequest, RestartResult,

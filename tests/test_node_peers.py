@@ -55,7 +55,7 @@ def test_a_node_takes_from_its_peer_what_that_has(groups: Groups, tmp_path: Path
             assert metric(two, 'weenv_fetch_bytes_total{source="peer",what="contents"}') > 3 << 20
             assert metric(two, 'weenv_peers{state="up"}') == 1
             assert metric(one, "weenv_peer_served_bytes_total") == found["peers"]["received_bytes"]
-            assert "peers         1 up, 0 down, 0 left out" in two("node", "info")
+            assert "peers         1 of 1 up (0 down, 0 left out); " in two("node", "info")
             assert "a-token-of-both-nodes" not in Path(f"/proc/{found['process']['pid']}/cmdline").read_text()
 
             pid = data_plane(one)["process"]["pid"]

@@ -52,10 +52,11 @@ def _plane_lines(plane: dict[str, Any]) -> list[str]:
 
 def _peers_line(peers: dict[str, Any]) -> list[str]:
     """None where there are none."""
-    states = [member["state"] for member in peers["members"]]
-    if not states:
+    if "name" not in peers:
         return []
-    counted = ", ".join(f"{states.count(state)} {state.replace('_', ' ')}" for state in ("up", "down", "left_out"))
+    states = [member["state"] for member in peers["members"]]
+    others = ", ".join(f"{states.count(state)} {state.replace('_', ' ')}" for state in ("down", "left_out"))
+    counted = f"{states.count('up')} of {len(states)} up ({others})"
     moved = f"{output.size(peers['received_bytes'])} received, {output.size(peers['served_bytes'])} sent"
     return [f"peers         {counted}; {moved}, {peers['hedges']} asked for a second time, {peers['lies']} lies"]
 

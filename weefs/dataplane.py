@@ -123,6 +123,7 @@ class DataPlane:
             core, cache, bound or CacheBound(), self._slot_of, lambda digest: self._lock(f"layer {digest}"), self._forget_copies
         )
         self._copies = Copies(core, cache)
+        self._peers = peers
         self.peering = self._make_peering(peers) if peers is not None else None
         self._fetcher = Fetcher(core, self._policy, self._report, self._close_idle, self.room, self._copies, self.peering)
         demand, within_s = self._fetcher.demand, min(AHEAD_WITHIN_S, self._policy.deadline_s / 3)
@@ -326,7 +327,18 @@ class DataPlane:
         """What `weenv node doctor` asks the data plane."""
         layers = await in_thread(lambda: [layer.record for layer in list_layers(self._cache.path)])
         sources = await check_sources(layers, self._sources.reader, self._sources.release)
-        return [check_cache(await self.room.measure()), check_descriptors(), *sources]
+        return [check_cache(await self.room.measure()), check_descriptors(), *sources, *await self._diagnose_peers()]
+
+    async def _diagnose_peers(self) -> list[Check]:
+        if self.peering is None or self._peers is None:
+            return []
+        from weefs.doctor_peers import check_members, check_membership, samples  # only where there are peers
+
+        served = [(one.layer.digest, one.slot, self._cache.directory(one.layer.digest) / "data") for one in self._layers]
+        having = await in_thread(samples, self._core, served)
+        name, members = self.peering.name, self.peering.members.names
+        membership = check_membership(self._peers, name, members, listening=self.peering.listening.is_set())
+        return [membership, *await check_members(self._peers, name, self.peering.statistics()["members"], having)]
 
     # ---- reporting ----
 
