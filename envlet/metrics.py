@@ -115,6 +115,14 @@ def _peer(key: str) -> Callable[[NodeInfo], Samples]:
     return _plane_one(lambda plane: float(plane["peers"][key]))
 
 
+def _fetched_for(plane: dict[str, Any]) -> Samples:
+    return [((kind, cause), size) for kind, causes in plane["fetched_for"].items() for cause, size in causes.items()]
+
+
+def _prefetches(key: str) -> Callable[[NodeInfo], Samples]:
+    return _plane_one(lambda plane: float(plane["prefetches"][key]))
+
+
 def _slots(plane: dict[str, Any]) -> Samples:
     return [((kind,), plane["fuse"][f"{kind}_slots"]) for kind in ("layer", "plan")]
 
@@ -169,6 +177,25 @@ METRICS = (
         "weenv_cache_capacity_bytes", "gauge", "What it may take: by cache_size, or by what its filesystem has room for.", (),
         _cache("capacity_bytes"),
     ),
+    Definition(
+        "weenv_cache_pinned_bytes", "gauge", "Of what it takes, pinned layers; looked at once a minute.", (), _cache("pinned_bytes"),
+    ),
+    Definition(
+        "weenv_cache_damaged_chunks", "counter",
+        "Chunks in the cache without their digest, found by `weenv cache verify` or after a crash of the machine, and dropped; since the "
+        "data plane's process began.", (), _plane_one(lambda plane: plane["damaged_chunks"]),
+    ),
+    Definition(
+        "weenv_fetch_cause_bytes", "counter",
+        "Bytes of contents that arrived, by what for: a reader or a peer waits (miss), ahead of a sequential reader (read_ahead), a "
+        "profile names them (profile), fill, `weenv cache prefetch` (prefetch); since the data plane's process began.",
+        ("source", "cause"), _plane(_fetched_for),
+    ),
+    Definition("weenv_prefetch_active", "gauge", "Prefetches that run (`plan.prefetch`).", (), _prefetches("jobs")),
+    Definition(
+        "weenv_prefetch_wanted_bytes", "gauge", "What those that run want in the cache, uncompressed.", (), _prefetches("wanted_bytes"),
+    ),
+    Definition("weenv_prefetch_done_bytes", "gauge", "What of that is there.", (), _prefetches("done_bytes")),
     Definition(
         "weenv_fill_bytes", "counter", "Fetched by the fill, since the data plane's process began.", (),
         _plane_one(lambda plane: plane["fill"]["filled_bytes"]),

@@ -53,6 +53,10 @@ def _rate(metric: str, by: str = "", match: str = "") -> str:
     return _sum(metric, by, match, inner="rate({}[$__rate_interval])")
 
 
+def _ratio(part: str, whole: str) -> str:
+    return f"{part} / {whole}"
+
+
 def _quantile(share: float, metric: str, by: str = "") -> str:
     return f"histogram_quantile({share}, {_rate(f'{metric}_bucket', f'le,{by}' if by else 'le')})"
 
@@ -90,7 +94,15 @@ PANELS: tuple[Panel, ...] = (
         "By kind of source.",
     ),
     Panel(
-        "Time of a fetch", "s", ((_quantile(0.99, "weenv_fetch_duration_seconds", "source"), "p99 {{source}}"),),
+        "Fetched, by cause", "Bps", ((_rate("weenv_fetch_cause_bytes_total", "cause"), "{{cause}}"),),
+        "Contents: miss, somebody waits; read_ahead, of a sequential reader; profile, fill and prefetch, behind these.",
+    ),
+    Panel(
+        "Time of a fetch", "s",
+        (
+            (_quantile(0.5, "weenv_fetch_duration_seconds", "source"), "p50 {{source}}"),
+            (_quantile(0.99, "weenv_fetch_duration_seconds", "source"), "p99 {{source}}"),
+        ),
         "Requests that brought something.",
     ),
     Panel(
@@ -98,6 +110,7 @@ PANELS: tuple[Panel, ...] = (
         (
             (_sum("weenv_cache_used_bytes"), "used"),
             (_sum("weenv_cache_idle_bytes"), "of it unused layers and metadata"),
+            (_sum("weenv_cache_pinned_bytes"), "of it pinned"),
             (_sum("weenv_cache_capacity_bytes"), "capacity"),
         ),
         "On its disk. Evicts above 98 % of its capacity.",
@@ -109,6 +122,44 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         "Chunks that were not kept", "ops", ((_rate("weenv_chunks_total", "result", 'result=~"unwritten|rejected"'), "{{result}}"),),
         "unwritten: no room. rejected: without their digest, so something on the way damages them.",
+    ),
+    Panel(
+        "Damaged in the cache", "ops", ((_rate("weenv_cache_damaged_chunks_total"), "chunks"),),
+        "Found by weenv cache verify, or after a crash of the machine; fetched again.",
+    ),
+    Panel(
+        "Fill: what is left", "bytes", ((_sum("weenv_fill_remaining_bytes"), "absent"), (_sum("weenv_layers_stored_bytes"), "of")),
+        "Of the layers that are open. With fill = off nobody brings it but readers.",
+    ),
+    Panel(
+        "Fill: rate", "Bps", ((_rate("weenv_fill_bytes_total"), "filled"),),
+        "Nothing while readers wait, or with the cache above 90 % of its capacity.",
+    ),
+    Panel(
+        "Profiles: hit rate", "percentunit",
+        ((_ratio(_rate("weenv_profile_used_bytes_total"), _rate("weenv_profile_prefetched_bytes_total")), "read of what was fetched"),),
+        "Reads come after their prefetch, so look at hours.",
+    ),
+    Panel(
+        "Prefetch", "bytes", ((_sum("weenv_prefetch_wanted_bytes"), "wanted"), (_sum("weenv_prefetch_done_bytes"), "there")),
+        "Of the commands that run (weenv cache prefetch).",
+    ),
+    Panel(
+        "Peers", "short", ((_sum("weenv_peers", "state"), "{{state}}"),),
+        "As each node sees the others, added up. left_out: they sent wrong bytes.",
+    ),
+    Panel(
+        "Peers: share that is up", "percentunit",
+        ((_ratio(_sum("weenv_peers", "instance", 'state="up"'), _sum("weenv_peers", "instance")), "{{instance}}"),),
+        "Of the others, as each node sees them.",
+    ),
+    Panel(
+        "Peers: hedges and lies", "ops", ((_rate("weenv_peer_hedges_total"), "hedges"), (_rate("weenv_peer_lies_total"), "lies")),
+        "Hedges: a second peer was asked since the first did not answer in time. Lies: bytes without their digest.",
+    ),
+    Panel(
+        "Peers: sent", "Bps", ((_rate("weenv_peer_served_bytes_total", "instance"), "{{instance}}"),),
+        "One node far above the others: the members do not know the same members.",
     ),
     Panel(
         "Retries", "ops",
@@ -155,6 +206,35 @@ ALERTS: tuple[Alert, ...] = (
         "rate(weenv_cache_evicted_bytes_total[30m]) * 3600 > weenv_cache_capacity_bytes", "30m", "warn",
         "{{ $labels.instance }} evicts more than its whole cache in an hour",
         "The working set does not fit. A larger cache_size, or fewer different tasks on a node.",
+    ),
+    Alert(
+        "WeenvCacheDamaged", "increase(weenv_cache_damaged_chunks_total[1h]) > 0", "0m", "warn",
+        "chunks in the cache of {{ $labels.instance }} were damaged",
+        "They are fetched again. After a crash of the machine that is to be expected; else look at its disk and memory.",
+    ),
+    Alert(
+        "WeenvPeersDown",
+        'sum by (instance) (weenv_peers{state="up"}) < 0.5 * sum by (instance) (weenv_peers)', "10m", "warn",
+        "for {{ $labels.instance }}, less than half of its peers are up",
+        "It fetches from the registry instead. `weenv node doctor` on it says what is wrong with each.",
+    ),
+    Alert(
+        "WeenvPeerLies", "increase(weenv_peer_lies_total[10m]) > 0", "0m", "warn",
+        "a peer sent {{ $labels.instance }} bytes without their digest",
+        "Nobody read them, and that peer is left out for an hour. The log of the node names it: look at its disk and memory.",
+    ),
+    Alert(
+        "WeenvPeersSlow",
+        "sum by (instance) (rate(weenv_peer_hedges_total[10m])) > "
+        '0.2 * sum by (instance) (rate(weenv_fetch_requests_total{source="peer",what="contents"}[10m]))', "10m", "warn",
+        "one in five requests of {{ $labels.instance }} to peers is not answered in time",
+        "Peers are overloaded, or the network between them is. `weenv node info --format json` has their times.",
+    ),
+    Alert(
+        "WeenvProfilesMiss",
+        "rate(weenv_profile_used_bytes_total[6h]) < 0.25 * rate(weenv_profile_prefetched_bytes_total[6h])", "1h", "warn",
+        "less than a quarter of what {{ $labels.instance }} fetches for profiles is read",
+        "Runs differ from those that were recorded, or a published profile is of something else. `weenv profile show` has the hit rates.",
     ),
     Alert(
         "WeenvDataPlaneDies", "increase(weenv_data_plane_successors_total[1h]) > 3", "0m", "warn",

@@ -28,7 +28,7 @@ from weefs.core import ChunkIndex, Core, CoreError, LayerSlot, Place, PlanInfo, 
 from weefs.core import CoreFault as CoreFault
 from weefs.doctor import check_cache, check_descriptors, check_sources
 from weefs.errors import LayerRefused, WeefsError
-from weefs.fetch import Fetcher, FetchPolicy, in_thread
+from weefs.fetch import AheadFor, Fetcher, FetchPolicy, in_thread
 from weefs.fill import Filler, FillPolicy
 from weefs.images import Images
 from weefs.journal import Journal, PlanAdded, PlanRemoved
@@ -128,8 +128,8 @@ class DataPlane:
         self._fetcher = Fetcher(core, self._policy, self._report, self._close_idle, self.room, self._copies, self.peering)
         demand, within_s = self._fetcher.demand, min(AHEAD_WITHIN_S, self._policy.deadline_s / 3)
         fill = attrs.evolve(fill or FillPolicy("off"), wanted_requests_at_once=self._policy.requests_at_once, within_s=within_s)
-        self._filler = Filler(core, self._fetcher, demand, fill, lambda size: self.room.has_room(size))
-        self._prefetcher = Prefetcher(core, self._fetcher, demand, within_s)
+        self._filler = Filler(core, AheadFor(self._fetcher, "fill"), demand, fill, lambda size: self.room.has_room(size))
+        self._prefetcher = Prefetcher(core, AheadFor(self._fetcher, "profile"), demand, within_s)
         self._recorder = Recorder(core, ProfileStore(cache.path), self._prefetcher) if profiles else None
         # What is fetched ahead has connections of its own: a reader never waits for one of them. And a request that stalls must leave time
         # for another one before the deadline.
@@ -387,6 +387,8 @@ class DataPlane:
             "images": images,
             "cache": self.room.statistics(),
             "fill": self._filler.statistics(),
+            "fetched_for": self._fetcher.causes.counted(),
+            "damaged_chunks": self._fetcher.damaged_chunks + self._layers.damaged_chunks,
             "prefetches": self.warmer.statistics(),
             "profiles": self._recorder.statistics() if self._recorder is not None else NO_PROFILES,
             "layers_compared": self._copies.known,

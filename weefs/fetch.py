@@ -25,6 +25,7 @@ import attrs
 
 from registry import RangeReader, RegistryError, Unreachable
 from weefs.buffers import Buffers
+from weefs.causes import Cause, CauseCounts
 from weefs.coalesce import Range, coalesce, coalesce_near
 from weefs.core import ChunkIndex, Core, CoreError, CoreFault, DamagedError, LayerSlot, Miss
 from weefs.demand import Demand
@@ -72,6 +73,8 @@ class LayerSource:
     digest: str
     traffic: LayerTraffic
     link: Link = attrs.field(factory=Link)
+    kind: str = "registry"
+    """One of weefs.traffic.SOURCES."""
 
 
 async def read_patiently(
@@ -235,6 +238,9 @@ class Fetcher:
         self._at_work = 0
         self._at_work_for_nobody = 0
         self.demand = Demand()
+        self.causes = CauseCounts()
+        self.damaged_chunks = 0
+        """In the cache, of before the machine went down: since this process began."""
         self._ahead = ReadAhead(max_window=policy.read_ahead_chunks)
         self._chunk_sizes: dict[LayerSlot, int] = {}
         self._chunks: dict[LayerSlot, int] = {}
@@ -355,6 +361,7 @@ class Fetcher:
         what it fetches itself.
         """
         ranges = [wanted]
+        cause: Cause = "read_ahead" if ahead else "miss"
         if self._neighbours is not None:
             deadline = asyncio.get_running_loop().time() + self._policy.deadline_s
             try:
@@ -366,14 +373,16 @@ class Fetcher:
                 self._give_up(wanted.layer, self._not_arrived(wanted.misses), errno.EIO, "the data plane is stopping")
                 raise
             absent = {miss.chunk for miss in left}
-            self._settled(miss for miss in wanted.misses if miss.chunk not in absent)
+            came = [miss for miss in wanted.misses if miss.chunk not in absent]
+            self.causes.add("peer", cause, sum(miss.raw_size for miss in came))
+            self._settled(came)
             ranges = coalesce(left)
         for each in ranges:
             self._sources[wanted.layer].traffic.wanted(len(each.misses), ahead=ahead)
         for each in ranges[1:]:
-            tasks.create_task(self._fetch_or_fail(each))
+            tasks.create_task(self._fetch_or_fail(each, cause))
         if ranges:
-            await self._fetch_or_fail(ranges[0])
+            await self._fetch_or_fail(ranges[0], cause)
 
     def _may_be_near(self, miss: Miss) -> bool:
         if miss.layer in self._suspects:
@@ -383,7 +392,7 @@ class Fetcher:
     async def _from_disk(self, misses: list[Miss], tasks: asyncio.TaskGroup, *, read_ahead: bool) -> None:
         """Chunks that may be in the cache: since before the machine went down, or in another layer. Those that are not are fetched."""
         try:
-            absent = await in_thread(self._from_disk_now, misses)
+            absent = await in_thread(self._from_disk_now, misses, "miss")
         except Exception:  # a bug of ours costs a transfer, not a reader
             say_traceback()
             absent = misses
@@ -394,7 +403,7 @@ class Fetcher:
         self._settled(miss for miss in misses if miss not in absent)
         self._begin(absent, tasks, read_ahead=read_ahead)
 
-    def _from_disk_now(self, misses: list[Miss]) -> list[Miss]:
+    def _from_disk_now(self, misses: list[Miss], cause: Cause) -> list[Miss]:
         absent = []
         for miss in misses:
             digest = self._sources[miss.layer].digest
@@ -402,10 +411,12 @@ class Fetcher:
                 if self._core.check_chunk(miss.layer, miss.chunk):
                     continue
             except CoreError as error:
+                self.damaged_chunks += isinstance(error, DamagedError)
                 say(f"chunk {miss.chunk} of {digest}, of before the machine went down: {error.strerror}")
             begin_s = time.monotonic()
             if self._copies is not None and self._copies.take(miss, digest):
                 self._core.count_traffic("copy", misses=1, requests=1, bytes=miss.raw_size, fetch_s=time.monotonic() - begin_s)
+                self.causes.add("copy", cause, miss.raw_size)
                 continue
             absent.append(miss)
         return absent
@@ -427,7 +438,7 @@ class Fetcher:
                     claimed.append(ahead)
         return claimed
 
-    async def _fetch_or_fail(self, wanted: Range) -> None:
+    async def _fetch_or_fail(self, wanted: Range, cause: Cause) -> None:
         """Whatever happens, each of the chunks is published or failed: a reader must never wait for nobody."""
         unsettled = {miss.chunk: miss for miss in wanted.misses}
         try:
@@ -437,7 +448,7 @@ class Fetcher:
                     self._at_work += 1
                     try:
                         deadline = asyncio.get_running_loop().time() + self._policy.deadline_s
-                        await self._fetch(wanted, deadline, unsettled)
+                        await self._fetch(wanted, deadline, unsettled, cause)
                     finally:
                         self._at_work -= 1
         except RegistryError as error:
@@ -451,7 +462,7 @@ class Fetcher:
         finally:
             self._settled(wanted.misses)
 
-    async def fetch_ahead(self, claimed: Sequence[Miss], *, within_s: float, gap_bytes: int = 0) -> Ahead:
+    async def fetch_ahead(self, claimed: Sequence[Miss], *, within_s: float, cause: Cause, gap_bytes: int = 0) -> Ahead:
         """Fetches chunks of one layer that the caller has claimed, outside of the places of demand; those that are neither on the disk nor
         arrive in time are given back: readers that wait for them by now have them fetched as anything that they wait for.
 
@@ -466,14 +477,14 @@ class Fetcher:
         try:
             near = [miss for miss in claimed if self._may_be_near(miss)]
             if near:
-                absent = {miss.chunk for miss in await in_thread(self._from_disk_now, near)}
+                absent = {miss.chunk for miss in await in_thread(self._from_disk_now, near, cause)}
                 for miss in near:
                     if miss.chunk not in absent:
                         del unsettled[miss.chunk]
-            await self._take_from_neighbours(unsettled, self._sources[layer].digest, deadline)
+            await self._take_from_neighbours(unsettled, self._sources[layer].digest, deadline, cause)
             for wanted in coalesce_near([*unsettled.values()], gap_bytes):
                 self._sources[layer].traffic.wanted(len(wanted.misses), ahead=True)
-                await self._fetch(wanted, deadline, unsettled)
+                await self._fetch(wanted, deadline, unsettled, cause)
         except RegistryError as error:
             failure, refusal = str(error), error
         except Exception as error:  # a bug of ours costs these chunks, not the node
@@ -494,7 +505,7 @@ class Fetcher:
         lost = [*unsettled, *(miss.chunk for miss in claimed if (layer, miss.chunk) in self._reasons)]
         return Ahead([miss for miss in claimed if miss.chunk not in lost], failure, refusal)
 
-    async def _take_from_neighbours(self, unsettled: dict[ChunkIndex, Miss], digest: str, deadline: float) -> None:
+    async def _take_from_neighbours(self, unsettled: dict[ChunkIndex, Miss], digest: str, deadline: float, cause: Cause) -> None:
         """What they have is settled."""
         if self._neighbours is None:
             return
@@ -502,24 +513,27 @@ class Fetcher:
             left = {miss.chunk for miss in await self._neighbours.take(wanted, digest, deadline)}
             for miss in wanted.misses:
                 if miss.chunk not in left:
+                    self.causes.add("peer", cause, miss.raw_size)
                     del unsettled[miss.chunk]
 
     def link(self, layer: LayerSlot) -> Link:
         """What the layer's source costs."""
         return self._sources[layer].link
 
-    async def _fetch(self, wanted: Range, deadline: float, unsettled: dict[ChunkIndex, Miss]) -> None:
-        for miss in await self._fetch_once(wanted, deadline, unsettled):
-            if await self._fetch_once(Range(wanted.layer, (miss,)), deadline, unsettled):
+    async def _fetch(self, wanted: Range, deadline: float, unsettled: dict[ChunkIndex, Miss], cause: Cause) -> None:
+        for miss in await self._fetch_once(wanted, deadline, unsettled, cause):
+            if await self._fetch_once(Range(wanted.layer, (miss,)), deadline, unsettled, cause):
                 source = self._sources[wanted.layer]
                 reason = f"chunk {miss.chunk} of {source.digest} is damaged: received twice without its digest"
                 self._give_up(wanted.layer, [miss], errno.EBADMSG, reason)
                 del unsettled[miss.chunk]
 
-    async def _fetch_once(self, wanted: Range, deadline: float, unsettled: dict[ChunkIndex, Miss]) -> list[Miss]:
+    async def _fetch_once(self, wanted: Range, deadline: float, unsettled: dict[ChunkIndex, Miss], cause: Cause) -> list[Miss]:
         """A range, tried until the deadline; the chunks of it that arrived without their digest. RegistryError: the last one's."""
+        source = self._sources[wanted.layer]
         stored = self._buffers.take(wanted.size)
-        await read_into_patiently(self._sources[wanted.layer], wanted.offset, stored, deadline=deadline, policy=self._policy)
+        await read_into_patiently(source, wanted.offset, stored, deadline=deadline, policy=self._policy)
+        self.causes.add(source.kind, cause, wanted.size)
         damaged = await self._publish(wanted, stored, unsettled, deadline)
         self._buffers.give_back(stored)
         return damaged
@@ -592,3 +606,19 @@ def _drain(fd: int) -> None:
         os.read(fd, 8)
     except BlockingIOError:
         return
+
+
+@attrs.frozen
+class AheadFor:
+    """A fetcher's fetch_ahead() for one cause."""
+
+    _fetcher: Fetcher
+    _cause: Cause
+
+    async def fetch_ahead(self, claimed: Sequence[Miss], *, within_s: float, gap_bytes: int = 0) -> Ahead:
+        """As Fetcher.fetch_ahead()."""
+        return await self._fetcher.fetch_ahead(claimed, within_s=within_s, cause=self._cause, gap_bytes=gap_bytes)
+
+    def link(self, layer: LayerSlot) -> Link:
+        """What the layer's source costs."""
+        return self._fetcher.link(layer)

@@ -76,6 +76,8 @@ class Layers:
         self._open: dict[str, Served] = {}
         self._by_slot: dict[LayerSlot, Served] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self.damaged_chunks = 0
+        """That verify() found, since this process began."""
 
     def __getitem__(self, digest: str) -> Served:
         return self._open[digest]
@@ -277,6 +279,7 @@ class Layers:
             async with self._lock(f"layer {digest}"):  # nobody opens it meanwhile
                 if digest not in self._open:
                     good, damaged = await in_thread(verify_directory, self._cache.directory(digest))
+                    self.damaged_chunks += damaged
                     return VerifiedLayer(digest=digest, good=good, damaged=damaged)
                 served = self._open[digest]
         served.users += 1
@@ -284,6 +287,7 @@ class Layers:
             good, damaged = await in_thread(self._verify_served, served.slot)
         finally:
             self.give_back([served])
+        self.damaged_chunks += damaged
         return VerifiedLayer(digest=digest, good=good, damaged=damaged)
 
     def _verify_served(self, slot: LayerSlot) -> tuple[int, int]:

@@ -97,6 +97,7 @@ class Room:
         self._found_empty: set[str] = set()
         self._idle = 0
         self._images = 0
+        self._pinned = 0
         self._capacity = sys.maxsize
         self._changes = 0
         self._look_through_s = -float("inf")
@@ -112,17 +113,21 @@ class Room:
             idle = await in_thread(self._look_through, served)
             if changes == self._changes:
                 break
-        self._idle, self._images = idle
+        self._idle, self._images, self._pinned = idle
         self._look_through_s = time.monotonic() + LOOKED_THROUGH_S
         return self._look()
 
-    def _look_through(self, served: set[str]) -> tuple[int, int]:
+    def _look_through(self, served: set[str]) -> tuple[int, int, int]:
+        """Bytes of what is not served, of images, and of pinned layers."""
+        pinned = 0
         idle = sum(disk_bytes(path) for path in (self._cache.path / "profiles").glob("*"))
         for digest in self._cache.digests():
             directory = self._cache.directory(digest)
             names = ("toc", "map", "layer.json") if digest in served else ("toc", "map", "layer.json", "data")
             idle += sum(disk_bytes(directory / name) for name in names)
-        return idle, sum(disk_bytes(path) for path in (self._cache.path / "erofs").glob("*"))
+            if (directory / "pinned").exists():
+                pinned += sum(disk_bytes(directory / name) for name in ("toc", "map", "layer.json", "data"))
+        return idle, sum(disk_bytes(path) for path in (self._cache.path / "erofs").glob("*")), pinned
 
     def _look(self) -> Usage:
         """At what the filesystem has left."""
@@ -174,6 +179,7 @@ class Room:
             "used_bytes": usage.used,
             "idle_bytes": usage.idle,
             "capacity_bytes": usage.capacity,
+            "pinned_bytes": self._pinned,
             "removed_layers": self.removed_layers,
         }
 

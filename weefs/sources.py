@@ -117,7 +117,7 @@ class Sources:
     def _of_layer(self, layer: Layer) -> LayerSource:
         source = self._open[layer.source]
         traffic = LayerTraffic(also=functools.partial(self._core.count_traffic, source_kind(layer.source)))
-        return LayerSource(source.reader, layer.digest, traffic, source.link)
+        return LayerSource(source.reader, layer.digest, traffic, source.link, source_kind(layer.source))
 
     def published_profile(self, source: str, group: str) -> asyncio.Task[bytes | None]:
         """Begins to look for the document beside a group of a source in use: once for a group, as long as that is."""

@@ -446,7 +446,7 @@ class Warmer:
             return NoRoom("cache: others have filled it meanwhile, and what is in use is not evicted")
         self._outstanding += size
         try:
-            ahead = await self._fetcher.fetch_ahead(claimed, within_s=self._within_s, gap_bytes=MAX_GAP_BYTES)
+            ahead = await self._fetcher.fetch_ahead(claimed, within_s=self._within_s, cause="prefetch", gap_bytes=MAX_GAP_BYTES)
         finally:
             self._outstanding -= size
         self.fetched_bytes += sum(miss.stored_size for miss in ahead.arrived)
