@@ -51,6 +51,7 @@ def test_what_is_damaged_is_found_and_dropped(groups: Groups, tmp_path: Path) ->
         arguments = ("cache", "verify", digest[:15], "--cache", cache_of(node), "--socket", node.socket, "--format", "json")
         (found,) = json.loads(weenv(*arguments, status=5))
         assert (found["digest"], found["damaged"]) == (digest, 1)
+        assert "weenv_cache_damaged_chunks_total 1.0" in node("node", "metrics").splitlines()
         (found,) = json.loads(weenv(*arguments))
         assert found["damaged"] == 0
     damage(layer)
@@ -72,6 +73,7 @@ def test_layers_in_use_and_pinned_ones_are_not_collected(groups: Groups, tmp_pat
     assert [digest for digest, layer in listed(cache).items() if layer["pinned"]] == [pinned]
     with run_node(tmp_path / "n") as node:
         create(node, groups.base)
+        assert "weenv_cache_pinned_bytes 0.0" not in node("node", "metrics").splitlines(), "of the pinned task"
         would = json.loads(weenv(*gc, "--dry-run"))
         assert {layer["digest"] for layer in would} == harness
         assert set(listed(cache)) == base | task | harness

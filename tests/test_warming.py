@@ -9,15 +9,18 @@ from pathlib import Path
 import attrs
 import pytest
 from aiohttp import web
+from peer_harness import addresses, node
 from plane_harness import QUICK, Mounted, layers_of, mounted, wait_until
 from registry_fixture import CHUNK, Proxy, RegistryServer, make_layer, run_proxy
 from strategies import make_content
 
-from registry import Group, push_group, resolve_group
+from registry import Group, parse_reference, push_group, resolve_group
+from registry.referrers import attach, read_subject
 from weefs.cachedir import list_layers
 from weefs.coalesce import MAX_RANGE_BYTES
 from weefs.core import ChunkIndex
-from weefs.profiles import Profile, ProfileStore
+from weefs.peerconfig import PeersConfig
+from weefs.profiles import ARTIFACT_TYPE, DOCUMENT_TYPE, Profile, ProfileStore, document_of
 from weefs.protocol import Layer, PrefetchProgress, PrefetchWhat
 from weefs.room import CacheBound
 
@@ -113,6 +116,40 @@ def test_a_profile_says_what_is_brought_unless_all_is_wanted(
             assert progress.layers[0].by == ("all" if what == "all" else "profile")
             assert progress.done_bytes == progress.wanted_bytes == len(expected) * CHUNK
             assert contents_of(proxy, group) == expected
+
+    asyncio.run(run())
+
+
+def test_a_published_profile_is_used(server: RegistryServer, proxy: Proxy, files: tuple[Path, Path], other: Group, tmp_path: Path) -> None:
+    """Of a repository of its own: what is published beside a group stays."""
+    push_group(f"{server.host}/warm-published:t", [files[0]])
+    reference = parse_reference(f"{server.host}/warm-published:t")
+    group = resolve_group(f"{proxy.host}/warm-published:t")
+    known = Profile(layer=group.layers[0].digest, layer_chunks=CHUNKS, chunks=NAMED, missed=(0,) * len(NAMED))
+    attach(reference, read_subject(reference, None), ARTIFACT_TYPE, DOCUMENT_TYPE, document_of([known]), None)
+    proxy.seen.clear()
+
+    async def run() -> None:
+        async with mounted(tmp_path / "m", layers_of(other)) as mount:
+            (layer,) = (await warmed(mount, layers_of(group), "profile")).layers
+            assert (layer.by, layer.failure, layer.done_bytes) == ("profile", "", len(NAMED) * CHUNK)
+            assert contents_of(proxy, group) == sorted(NAMED)
+
+    asyncio.run(run())
+
+
+def test_peers_are_asked_first(proxy: Proxy, group: Group, tmp_path: Path) -> None:
+    """The one that has it owns all of it."""
+    first, second = addresses(2)
+
+    async def run() -> None:
+        async with node(tmp_path / "1", layers_of(group), PeersConfig(listen=first, members=[first])) as one:
+            assert (await warmed(one, layers_of(group))).done_bytes == len(LARGE)
+            proxy.seen.clear()
+            async with node(tmp_path / "2", layers_of(group), PeersConfig(listen=second, members=[first])) as two:
+                assert (await warmed(two, layers_of(group))).done_bytes == len(LARGE)
+                assert contents_of(proxy, group) == []
+                assert two.plane.statistics()["fetched_for"]["peer"]["prefetch"] == len(LARGE)
 
     asyncio.run(run())
 
