@@ -4,13 +4,12 @@ simulate     1,000 and 10,000 nodes that start one plan within ten seconds (peer
              busiest peer, membership traffic.
 throughput   one node takes a layer from a peer on loopback, beside `curl` taking the same ranges of the same peer: MB/s, and CPU time of
              all who take part. The node also compares digests and writes its cache, curl does not.
-nodes        four nodes start one plan at once, each a process with an address of 127.0.0.x of its own (not a network namespace); the
-             registry is behind a proxy with delay and rate of our own. Bytes that leave the registry, with peers off and on."""
+nodes        four nodes start one plan at once (peers_nodes.py): daemons in network namespaces, with a registry that is far away. Bytes
+             that leave it, with peers off and on."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -20,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,11 +26,15 @@ from pathlib import Path
 import attrs
 import msgspec
 
+from bench.lazy import IMPORTS
 from bench.peer_node import Brought, Start
+from bench.peers_nodes import four_nodes
 from bench.peers_simulation import Outcome, Simulation, chosen_chunks, membership_bytes_s, plan_of, quantile
+from bench.real_root import make_real_root
 from layerformat import Layer as LayerFile
 from layerformat import convert
 from registry import Group, push_group, resolve_group
+from tools.demo import groups
 from tools.output import parse_size, print_table, size
 from weefs.peerconfig import PeersConfig
 from weefs.placement import group_of
@@ -209,120 +211,12 @@ def _by_curl(scratch: Path, layer: Layer, holder: str, chunks: Sequence[tuple[in
 # four nodes
 
 
-@attrs.define
-class ShapedLink:
-    """A TCP proxy in front of the registry: each direction late by half a round trip, the answers of all connections together at a rate."""
-
-    target: tuple[str, int]
-    rtt_s: float
-    bytes_s: float
-    sent_bytes: int = 0
-    _free_s: float = 0.0
-
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counted: bool) -> None:
-        """In order; a piece is sent on when its time has come, and meanwhile the next are read."""
-        loop = asyncio.get_running_loop()
-        due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(256)
-
-        async def send() -> None:
-            while (item := await due.get())[1]:
-                await asyncio.sleep(max(0.0, item[0] - loop.time()))
-                writer.write(item[1])
-                await writer.drain()
-            writer.close()
-
-        sending = asyncio.create_task(send())
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(64 << 10):
-                at_s = loop.time()
-                if counted:
-                    self.sent_bytes += len(data)
-                    self._free_s = at_s = max(at_s, self._free_s) + len(data) / self.bytes_s
-                await due.put((at_s + self.rtt_s / 2, data))
-        await due.put((0.0, b""))
-        with contextlib.suppress(ConnectionError):
-            await sending
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up_reader, up_writer = await asyncio.open_connection(*self.target)
-        await asyncio.gather(self._pass(reader, up_writer, counted=False), self._pass(up_reader, writer, counted=True))
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[str]:
-        """Its `HOST:PORT`."""
-        port = free_port()
-        loop = asyncio.new_event_loop()
-        ready = threading.Event()
-
-        async def serve() -> None:
-            await asyncio.start_server(self._connected, "127.0.0.1", port)
-            ready.set()
-
-        serving = loop.create_task(serve())
-        thread = threading.Thread(target=loop.run_forever)
-        thread.start()
-        ready.wait()
-        try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
-            assert serving.done(), "the proxy did not start"
-
-
-def four_nodes(arguments: argparse.Namespace) -> None:
-    from bench.lazy import registry
-
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="bench-peers-", dir=arguments.scratch) as directory:
-        scratch = Path(directory)
-        (scratch / "registry").mkdir()
-        file = make_layer(scratch, arguments.size)
-        with LayerFile.open(file) as opened:
-            layer_chunks = len(opened.toc.chunks)
-        chunks = sorted(set(chosen_chunks(layer_chunks, arguments.runs, 8, seed=1)))
-        with registry(scratch / "registry") as host:
-            push_group(f"{host}/repo:t", [file])
-            name, _, port = host.partition(":")
-            for rtt_ms in arguments.rtt_ms:
-                for with_peers in (False, True):
-                    link = ShapedLink((name, int(port)), rtt_ms / 1e3, arguments.gbit * 125e6)
-                    with link.running() as shaped:
-                        layer = only_layer(resolve_group(f"{shaped}/repo:t"))
-                        link.sent_bytes = 0
-                        took_s, peer_bytes = _start_four(scratch, layer, chunks, with_peers)
-                        rows.append((rtt_ms, with_peers, link.sent_bytes, peer_bytes, took_s))
-                    if not with_peers:
-                        with link.running() as shaped:
-                            link.sent_bytes = 0
-                            _start_nodes(scratch, layer_at(layer, shaped), chunks, [None])
-                            of_one = link.sent_bytes
-                for _, with_peers, sent, peer_bytes, took_s in rows[-2:]:
-                    share = f"{size(sent)}, {sent / of_one:.2f} x one node's"
-                    peers = f"peers {'on ' if with_peers else 'off'}"
-                    print(f"{rtt_ms} ms, {peers}: from the registry {share}; from peers {size(peer_bytes)}; all after {took_s:.2f} s")
-
-
-def layer_at(layer: Layer, host: str) -> Layer:
-    return msgspec.structs.replace(layer, source=f"http://{host}/repo")
-
-
-def _start_four(scratch: Path, layer: Layer, chunks: list[int], with_peers: bool) -> tuple[float, int]:
-    names = [f"127.0.0.{i}:{free_port(f'127.0.0.{i}')}" for i in range(2, 6)]
-    configs = [PeersConfig(listen=name, members=names) if with_peers else None for name in names]
-    return _start_nodes(scratch, layer, chunks, configs)
-
-
-def _start_nodes(scratch: Path, layer: Layer, chunks: list[int], configs: Sequence[PeersConfig | None]) -> tuple[float, int]:
-    """Seconds until the last has all, and the bytes that peers sent."""
-    with contextlib.ExitStack() as stack:
-        nodes = [stack.enter_context(running_node(scratch, layer, config)) for config in configs]
-        for node in nodes:
-            node.send(bring=chunks)
-        brought = [node.receive() for node in nodes]
-    if any(one.chunks != len(chunks) for one in brought):
-        raise SystemExit(f"expected {len(chunks)} chunks, received {[one.chunks for one in brought]}")
-    return max(one.took_s for one in brought), sum(one.figures["peers"]["served_bytes"] for one in brought)
+def nodes(arguments: argparse.Namespace) -> None:
+    root = groups.made_once(arguments.root.absolute(), make_real_root)
+    arguments.scratch.mkdir(parents=True, exist_ok=True)
+    to_peers = [to_peer / 1e3 for to_peer in arguments.peer_rtt_ms or arguments.rtt_ms]
+    distances = [*zip([to_registry / 1e3 for to_registry in arguments.rtt_ms], to_peers, strict=True)]
+    four_nodes(root, arguments.scratch, arguments.program, distances, arguments.gbit * 125e6)
 
 
 def main() -> None:
@@ -344,15 +238,17 @@ def main() -> None:
     measured.add_argument("--times", type=int, default=3)
     measured.set_defaults(run=throughput)
 
-    four = sub.add_parser("nodes")
-    four.add_argument("--size", type=parse_size, default=512 << 20)
-    four.add_argument("--runs", type=int, default=60, help="places in the layer that the plan reads: 1 to 8 chunks each")
-    four.add_argument("--rtt-ms", type=int, nargs="+", default=[1, 20])
-    four.add_argument("--gbit", type=float, default=1.0)
-    four.set_defaults(run=four_nodes)
+    measured.add_argument("--scratch", type=Path, default=Path("/tmp"))
 
-    for each in (measured, four):
-        each.add_argument("--scratch", type=Path, default=Path("/tmp"))
+    four = sub.add_parser("nodes")
+    four.add_argument("root", type=Path, nargs="?", default=Path("build/bench/root"))
+    four.add_argument("--scratch", type=Path, default=Path("build/bench"))
+    four.add_argument("--rtt-ms", type=float, nargs="+", default=[1, 20], help="to the registry")
+    four.add_argument("--peer-rtt-ms", type=float, nargs="+", help="to a peer, one for each of --rtt-ms; default: the same")
+    four.add_argument("--gbit", type=float, default=1.0, help="of each host's link, a second")
+    four.add_argument("--program", default=IMPORTS[0])
+    four.set_defaults(run=nodes)
+
     arguments = parser.parse_args()
     arguments.run(arguments)
 

@@ -69,15 +69,17 @@ class ServedNode:
 
 
 @contextlib.contextmanager
-def served_node(scratch: Path, view: str, settings: str = "") -> Iterator[ServedNode]:
-    """A daemon with this view and further lines of configuration; nothing of it is left afterwards."""
+def served_node(scratch: Path, view: str, settings: str = "", *, enter: Sequence[str] = ()) -> Iterator[ServedNode]:
+    """A daemon with this view and further lines of configuration; nothing of it is left afterwards. `enter`: begins its command, to run it
+    on another host (hosts.py).
+    """
     directory = Path(tempfile.mkdtemp(prefix="node-", dir=scratch))
     (directory / "node.toml").write_text(
         f'state_dir = "{directory}/state"\nrun_dir = "{directory}/run"\ncgroup_parent = "/weenv-bench-{os.getpid()}-{directory.name[5:]}"\n'
         f'view = "{view}"\n{AHEAD if "fill =" not in settings else ""}{settings}'
     )
     with (directory / "log").open("wb") as log:
-        process = subprocess.Popen([WEENV, "node", "serve", "--config", directory / "node.toml"], stdout=log, stderr=log)
+        process = subprocess.Popen([*enter, WEENV, "node", "serve", "--config", directory / "node.toml"], stdout=log, stderr=log)
     node = ServedNode(directory, process)
     try:
         while not node.socket.exists():
