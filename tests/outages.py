@@ -231,7 +231,7 @@ def a_layer(directory: Path) -> tuple[Layer, bytes, bytes]:
     return layer, file.read_bytes(), content
 
 
-async def _read(mount: Mounted, content: bytes, chunk: int, seen: Seen) -> bool:
+async def read_chunk(mount: Mounted, content: bytes, chunk: int, seen: Seen) -> bool:
     """Whether the bytes came."""
     begin_s = time.monotonic()
     try:
@@ -259,11 +259,11 @@ async def _exercise(directory: Path, layer: Layer, content: bytes, registry: Fai
         there = msgspec.structs.replace(layer, source=f"http://127.0.0.1:{port}/repo")
         async with mounted(directory, [there], policy=policy, credentials=credentials) as mount:
             for chunk in range(READS):
-                assert await _read(mount, content, chunk, calm)
+                assert await read_chunk(mount, content, chunk, calm)
             if outage.fail is None:
                 up.close()
             registry.fail = outage.fail
-            reads = asyncio.gather(*(_read(mount, content, chunk, seen) for chunk in range(READS, 2 * READS)))
+            reads = asyncio.gather(*(read_chunk(mount, content, chunk, seen) for chunk in range(READS, 2 * READS)))
             if outage.passes:
                 await asyncio.sleep(policy.deadline_s / 4)
             else:
@@ -273,7 +273,7 @@ async def _exercise(directory: Path, layer: Layer, content: bytes, registry: Fai
                 up.enter_context(run_server(registry.handle, port))
             await reads
             for chunk in range(CHUNKS):
-                seen.right_afterwards += await _read(mount, content, chunk, calm)
+                seen.right_afterwards += await read_chunk(mount, content, chunk, calm)
             seen.wrong += calm.wrong
             seen.faults = len(mount.faults)
     return seen

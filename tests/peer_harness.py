@@ -106,17 +106,21 @@ async def never(_request: web.Request) -> web.StreamResponse:
     raise AssertionError
 
 
-def make_certificates(directory: Path) -> dict[str, str]:
-    """A CA and a certificate of it for 127.0.0.1: `peers_tls_*`, without the prefix."""
+def make_certificates(directory: Path, *, days: int = 2, ca_of: Path | None = None) -> dict[str, str]:
+    """A CA, or that of another directory, and a certificate of it for 127.0.0.1, which has ended if `days` are less than 0: `peers_tls_*`,
+    without the prefix.
+    """
     directory.mkdir()
+    ca = directory if ca_of is None else ca_of
 
     def run(*words: str) -> None:
         subprocess.run(["openssl", *words], cwd=directory, check=True, capture_output=True)
 
     new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    run("req", "-x509", *new, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test CA")
+    if ca_of is None:
+        run("req", "-x509", *new, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test CA")
     run("req", *new, "-keyout", "node.key", "-out", "node.csr", "-subj", "/CN=node")
     (directory / "extensions").write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
-    signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "extensions")
+    signing = ("-CA", f"{ca}/ca.pem", "-CAkey", f"{ca}/ca.key", "-CAcreateserial", "-days", str(days), "-extfile", "extensions")
     run("x509", "-req", "-in", "node.csr", *signing, "-out", "node.pem")
-    return {"tls_cert": str(directory / "node.pem"), "tls_key": str(directory / "node.key"), "tls_ca": str(directory / "ca.pem")}
+    return {"tls_cert": str(directory / "node.pem"), "tls_key": str(directory / "node.key"), "tls_ca": str(ca / "ca.pem")}

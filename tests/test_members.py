@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import aiohttp
 import attrs
 import dns.message
 import dns.rcode
 import dns.rrset
 import msgspec
 import pytest
+from etcd_fixture import Etcd, run_etcd
 from plane_harness import wait_until
 from registry_fixture import free_port
 
@@ -126,45 +125,6 @@ def test_which_name_is_asked_how() -> None:
 
 
 # etcd
-
-
-@attrs.frozen
-class Etcd:
-    """A running etcd."""
-
-    url: str
-
-    async def call(self, method: str, **request: object) -> dict[str, object]:
-        async with aiohttp.ClientSession() as session, session.post(f"{self.url}/v3/{method}", json=request) as response:
-            answer: dict[str, object] = await response.json()
-            return answer
-
-
-@contextlib.contextmanager
-def run_etcd(directory: Path, port: int) -> Iterator[Etcd]:
-    """Debian's, with its data in `directory`; it is ready."""
-    url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen(
-        [
-            "etcd", "--data-dir", directory, "--listen-client-urls", url, "--advertise-client-urls", url,
-            "--listen-peer-urls", f"http://127.0.0.1:{free_port()}", "--logger", "zap", "--log-outputs", "stderr", "--unsafe-no-fsync",
-        ],
-        stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            if b"serving" in line and b"client" in line:
-                break
-        assert process.poll() is None
-        with open("/dev/null", "wb") as nowhere:
-            drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=nowhere)
-        yield Etcd(url)
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-    drain.wait()
 
 
 @pytest.fixture
