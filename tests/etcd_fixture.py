@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import subprocess
 from collections.abc import Iterator
@@ -23,10 +22,6 @@ class Etcd:
         async with aiohttp.ClientSession() as session, session.post(f"{self.url}/v3/{method}", json=request) as response:
             answer: dict[str, object] = await response.json()
             return answer
-
-    async def put(self, key: str) -> None:
-        """A key that stays."""
-        await self.call("kv/put", key=base64.b64encode(key.encode()).decode(), value="")
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ from peer_harness import GONE, addresses, make_certificates, node, peering
 from plane_harness import Mounted, wait_until
 from registry_fixture import free_port, run_server
 
-from weefs.etcd import PREFIX, EtcdMembers
+from weefs.etcd import EtcdMembers
 from weefs.fetch import FetchPolicy
 from weefs.members import DnsMembers, Members
 from weefs.peerconfig import PeersConfig, tls_contexts
@@ -275,20 +275,19 @@ def etcd_that_dies() -> PeerOutage:
     up = contextlib.ExitStack()
     port = free_port()
 
-    async def register(scene: Scene) -> None:
-        etcd = up.enter_context(run_etcd(scene.directory / f"etcd{len(list(scene.directory.glob('etcd*')))}", port))
-        for front in scene.fronts:
-            await etcd.put(PREFIX + front.address)
+    async def start(scene: Scene) -> None:
+        number = len(list(scene.directory.glob("etcd*")))
+        up.enter_context(run_etcd(scene.directory / f"etcd{number}", port))  # the second knows nothing of the first one's leases
 
     async def by_etcd(scene: Scene) -> None:
         scene.stack.callback(up.close)
-        await register(scene)
-        await members_by(scene, EtcdMembers([f"http://127.0.0.1:{port}"], peering(scene.asker).name, lease_s=3))
+        await start(scene)
+        await members_by(scene, EtcdMembers([f"http://127.0.0.1:{port}"], scene.fronts[0].address, lease_s=3))
 
     async def begin(scene: Scene) -> None:
         await asyncio.to_thread(up.close)
 
-    return PeerOutage("etcd dies", begin, register, prepare=by_etcd, peers_serve=True)
+    return PeerOutage("etcd dies", begin, start, prepare=by_etcd, peers_serve=True)
 
 
 # ---- a peer in a process of its own ----
@@ -355,11 +354,11 @@ def peer_outages() -> Iterator[PeerOutage]:
         ("sends another range", other_range),
         ("sends less than its range says", shorter),
         ("answers 500", status(500)),
-        ("answers 503", status(503)),
-        ("answers 404", status(404)),
         ("answers 404 without a reason", status(404, b"<html>")),
         ("answers 200 instead of a range", status(200, bytes(CHUNK))),
-        ("refers to itself, to nobody and to strangers", refers_to(GONE, "x", "192.0.2.1:1", "127.0.0.1:1")),
+        ("answers 503", status(503)),
+        ("answers 404", status(404)),
+        ("refers to nobody and to strangers", refers_to(GONE, "x", "192.0.2.1:1", "127.0.0.1:1")),
     ):
         yield PeerOutage(f"a peer {name}", failing(fail), well)
     yield PeerOutage("a peer sends wrong bytes", failing(of_contents(damaged)), well, lies=True)
@@ -441,6 +440,11 @@ async def _pauses_end(scene: Scene) -> None:
     await wait_until(lambda: all(health.state(loop.time()) != "down" or health._until_s <= loop.time() for health in known))
 
 
+def _states(scene: Scene) -> list[str]:
+    """Of the asker's peers, as it sees them."""
+    return [member["state"] for member in peering(scene.asker).statistics()["members"]]
+
+
 async def _exercise(directory: Path, layer: Layer, blob: bytes, content: bytes, outage: PeerOutage, deadline_s: float) -> PeerSeen:
     seen, calm = PeerSeen(), Seen()
     async with _scene(directory, layer, blob, content, outage, deadline_s) as scene:
@@ -465,8 +469,7 @@ async def _exercise(directory: Path, layer: Layer, blob: bytes, content: bytes, 
             seen.right_afterwards += await read_chunk(scene.asker, content, chunk, calm)
         seen.wrong += calm.wrong
         seen.faults = sum(len(mount.faults) for mount in (scene.asker, *scene.peers))
-        states = [member["state"] for member in peering(scene.asker).statistics()["members"]]
-        seen.left_out = states.count("left_out")
+        seen.left_out = _states(scene).count("left_out")
     return seen
 
 

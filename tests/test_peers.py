@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
+from peer_fronts import Fail, Front, cut, stall_midway
 from peer_harness import GONE, addresses, ask, cluster, make_certificates, misbehaving, never, node, peering, read_all
 from plane_harness import QUICK, layers_of, wait_until
 from registry_fixture import CHUNK, Proxy, RegistryServer, make_layer, run_proxy, run_registry
@@ -29,6 +30,7 @@ from weefs.core import ChunkIndex, CoreError
 from weefs.crowd import CHILDREN
 from weefs.errors import LayerRefused
 from weefs.peerconfig import PeersConfig
+from weefs.peerhealth import FAILURES
 from weefs.peerserver import MAX_RANGE_BYTES
 from weefs.placement import OWNERS, owners
 from weefs.protocol import Layer
@@ -339,6 +341,30 @@ def test_a_peer_that_cuts_its_answer_short(proxy: Proxy, layers: list[Layer], la
 
     asyncio.run(run())
     assert set(sent_by_registry(proxy, layer_file).values()) == {1}
+
+
+@pytest.mark.parametrize("fail", [stall_midway, cut(lambda body: 1)], ids=["stalls", "is-cut"])
+def test_a_peer_that_begins_answers_and_does_not_end_them_is_given_up(
+    proxy: Proxy, layers: list[Layer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Fail
+) -> None:
+    """Else each read waited for it, again and again. Its first bytes are a sign of life, and no more."""
+    monkeypatch.setattr(peering_module, "PEERS_S", 0.2)
+
+    async def run() -> None:
+        async with cluster(tmp_path, [layers]) as [holder]:
+            await read_all(holder, FILES)
+            front = Front(addresses(1)[0], peering(holder).name)
+            await front.start()
+            async with node(tmp_path / "asker", layers, PeersConfig(listen=addresses(1)[0], members=[front.address])) as asker:
+                front.fail = fail
+                for number in range(FAILURES):
+                    assert peering(asker).statistics()["members"][0]["state"] == "up"
+                    at = number * CHUNK * 4
+                    assert await asker.read("large0", at, CHUNK) == FILES["large0"][at : at + CHUNK]
+                assert peering(asker).statistics()["members"][0]["state"] == "down"
+            await front.stop()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("halfway", [False, True], ids=["at_once", "halfway"])

@@ -173,13 +173,14 @@ def test_a_peer_that_fails_is_left_alone_for_growing_pauses() -> None:
             now_s += 0.01
         pauses.append(now_s - begin_s)
         assert not health.may_ask(now_s)  # one at a time
+        health.answered(0.001)  # it begins an answer, and does not end it
         health.failed(now_s)
     assert pauses[0] <= 0.51
     assert pauses[-1] > LONGEST_PAUSE_S / 2 - 1
     assert max(pauses) <= LONGEST_PAUSE_S + 1
     while not health.may_ask(now_s):
         now_s += 0.1
-    health.answered(0.001)
+    health.finished()
     assert health.state(now_s) == "up"
     assert health.may_ask(now_s)
     assert health.may_ask(now_s)
@@ -190,7 +191,7 @@ def test_an_answer_ends_a_row_of_failures() -> None:
     for _ in range(5):
         for _ in range(FAILURES - 1):
             health.failed(0.0)
-        health.answered(0.001)
+        health.finished()
     assert health.state(0.0) == "up"
 
 
@@ -205,7 +206,7 @@ def test_a_peer_that_loses_every_race_is_down() -> None:
 def test_a_liar_is_left_out_for_an_hour_whatever_it_does() -> None:
     health = PeerHealth()
     health.lied(0.0)
-    health.answered(0.001)
+    health.finished()
     assert health.state(LEFT_OUT_S - 1) == "left_out"
     assert not health.may_ask(LEFT_OUT_S - 1)
     assert health.may_ask(LEFT_OUT_S + 1)

@@ -3,7 +3,7 @@
       3 failures in a row, or 8 lost races              the pause is over: one is let through
  UP ----------------------------------> DOWN (pause) <------------------------------> trying
   ^                                                    it fails: a longer pause          |
-  +---------------------------------------------------------------------- it answers ----+
+  +------------------------------------------------------------ it answers to the end ---+
 
  any state -- bytes without their digest --> LEFT OUT, for an hour
 """
@@ -70,8 +70,12 @@ class PeerHealth:
         return True
 
     def answered(self, took_s: float) -> None:
-        """Its first byte came, after so long; whatever it said, it lives."""
+        """Its first byte came, after so long. Whether the last one does is another question: finished(), failed() or gave_up()."""
         self._answers_s.append(took_s)
+        self._lost = 0
+
+    def finished(self) -> None:
+        """A whole answer came; whatever it said, the peer is well."""
         self._failures = self._lost = self._pauses = 0
         self._trying = False
 

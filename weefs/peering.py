@@ -248,6 +248,7 @@ class Peering:
                 self._of(peer).failed(loop.time())
                 continue
             self._of(peer).answered(loop.time() - begin_s)
+            self._of(peer).finished()
             if isinstance(answer, Elsewhere):
                 further = [holder for holder in answer.holders if holder in self.members.names and holder not in known]
                 to_ask = [*further, *to_ask]
@@ -382,10 +383,13 @@ class Peering:
         for task, tried in running.items():
             task.cancel()
             health = self._of(tried.asking or tried.peer)
-            if tried.asked_s is None or (tried.heard_s is not None and now_s - tried.heard_s < STALLED_S):
+            if tried.asked_s is None:
                 health.gave_up()
             elif now_s >= until:
                 health.failed(now_s)
+            elif tried.heard_s is not None:
+                stalled = now_s - tried.heard_s >= STALLED_S
+                health.failed(now_s) if stalled else health.gave_up()
             elif winner is not None and tried.first:
                 health.lost(now_s)
             else:
@@ -435,6 +439,7 @@ class Peering:
             except PeerFailed:
                 health.failed(loop.time())
                 return ()
+        health.finished()
         if elsewhere is not None:
             self._buffers.give_back(body)
             return elsewhere.holders
