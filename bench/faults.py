@@ -1,4 +1,4 @@
-"""`python -m bench.faults [registry|peers]`: what readers see of a registry, and of peers, that fail: a table each, a kind of failure a row.
+"""`python -m bench.faults [registry|peers]`: what readers see of a registry, and of peers, that fail: a table each, a failure a row.
 
 registry   12 readers want as many chunks while it fails; an outage that passes takes a quarter of the deadline. Then the registry is well
            again, and everything is read. The exercise is that of tests/test_registry_outages.py.
