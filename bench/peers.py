@@ -1,7 +1,8 @@
-"""`python -m bench.peers simulate|throughput|nodes`: what peers save, and what they cost.
+"""`python -m bench.peers simulate|record|throughput|nodes`: what peers save, and what they cost.
 
 simulate     1,000 and 10,000 nodes that start one plan within ten seconds (peers_simulation.py): bytes from the registry, load of the
-             busiest peer, membership traffic.
+             busiest peer, membership traffic. They read what a real task was recorded to read (start_trace.py).
+record       makes that recording anew.
 throughput   one node takes a layer from a peer on loopback, beside `curl` taking the same ranges of the same peer: MB/s, and CPU time of
              all who take part. The node also compares digests and writes its cache, curl does not.
 nodes        four nodes start one plan at once (peers_nodes.py): daemons in network namespaces, with a registry that is far away. Bytes
@@ -26,10 +27,11 @@ from pathlib import Path
 import attrs
 import msgspec
 
+from bench import start_trace
 from bench.lazy import IMPORTS
 from bench.peer_node import Brought, Start
 from bench.peers_nodes import four_nodes
-from bench.peers_simulation import Outcome, Simulation, chosen_chunks, membership_bytes_s, plan_of, quantile
+from bench.peers_simulation import Outcome, Simulation, membership_bytes_s, plan_of, quantile
 from bench.real_root import make_real_root
 from layerformat import Layer as LayerFile
 from layerformat import convert
@@ -38,23 +40,29 @@ from tools.demo import groups
 from tools.output import parse_size, print_table, size
 from weefs.peerconfig import PeersConfig
 from weefs.placement import group_of
+from weefs.prefetch import REQUESTS_AT_ONCE
 from weefs.protocol import Layer
 
 # simulate
 
 
 def simulate(arguments: argparse.Namespace) -> None:
-    plan = plan_of(chosen_chunks(arguments.layer_chunks, arguments.runs, 8, arguments.seed))
+    trace = start_trace.load(arguments.trace)
+    kinds = {"profile": (trace.with_a_profile, REQUESTS_AT_ONCE), "demand": (trace.on_demand, 1)}
+    print(f"trace: {trace.program}: {len(trace.chunks)} of {trace.layer_chunks} chunks")
     rows = []
-    for nodes in arguments.nodes:
-        begin_s = time.perf_counter()
-        simulation = Simulation(
-            nodes, plan, chunk_bytes=256 << 10, within_s=arguments.within, link_bytes_s=arguments.link_gbit * 125e6, seed=arguments.seed
-        )  # fmt: skip
-        rows.append(_row(simulation.run(), time.perf_counter() - begin_s))
+    for kind in arguments.order:
+        pieces, at_once = kinds[kind]
+        plan = plan_of(pieces())
+        for nodes in arguments.nodes:
+            begin_s = time.perf_counter()
+            simulation = Simulation(
+                nodes, plan, at_once=at_once, within_s=arguments.within, link_bytes_s=arguments.link_gbit * 125e6, seed=arguments.seed
+            )  # fmt: skip
+            rows.append((kind, *_row(simulation.run(), time.perf_counter() - begin_s)))
     headers = (
-        "nodes", "a node's plan", "registry, off", "registry, on", "x one node", "most for a chunk", "busiest peer sends", "x plan",
-        "median peer", "asks a piece", "start p50/p99/max s", "simulated in s",
+        "order", "nodes", "pieces", "a node's plan", "registry, off", "registry, on", "x one node", "most for a piece",
+        "busiest peer sends", "x plan", "median peer", "asks a piece", "start p50/p99/max s", "simulated in s",
     )  # fmt: skip
     print_table(headers, rows)
     print()
@@ -68,17 +76,25 @@ def simulate(arguments: argparse.Namespace) -> None:
     print_table(("nodes", "etcd, all nodes together", "(if each read the whole list)", "DNS, A records"), traffic)
 
 
+def record(arguments: argparse.Namespace) -> None:
+    root = groups.made_once(arguments.root.absolute(), make_real_root)
+    trace = start_trace.record(root, arguments.program, arguments.scratch)
+    start_trace.save(trace, arguments.output)
+    print(f"{arguments.output}: {len(trace.chunks)} of {trace.layer_chunks} chunks, {size(sum(raw for *_, raw in trace.chunks))}")
+
+
 def _row(outcome: Outcome, took_s: float) -> tuple[object, ...]:
     busiest, times = outcome.sent[-1], outcome.took_s
     return (
         outcome.nodes,
-        size(outcome.plan_bytes),
+        outcome.pieces,
+        f"{size(outcome.plan_bytes)} ({size(outcome.raw_bytes)} raw)",
         size(outcome.plan_bytes * outcome.nodes),
         size(outcome.registry_bytes),
         f"{outcome.registry_bytes / outcome.plan_bytes:.2f}",
         max(outcome.registry_times),
         size(busiest),
-        f"{busiest / outcome.plan_bytes:.2f}",
+        f"{busiest / outcome.raw_bytes:.2f}",
         size(quantile(outcome.sent, 0.5)),
         f"{outcome.asks / (outcome.nodes * outcome.pieces):.2f}",
         f"{quantile(times, 0.5):.2f} / {quantile(times, 0.99):.2f} / {times[-1]:.2f}",
@@ -226,12 +242,17 @@ def main() -> None:
 
     simulated = sub.add_parser("simulate")
     simulated.add_argument("--nodes", type=int, nargs="+", default=[1000, 10_000])
-    simulated.add_argument("--layer-chunks", type=int, default=20_000, help="of 256 KiB")
-    simulated.add_argument("--runs", type=int, default=60, help="places in the layer that the plan reads: 1 to 8 chunks each")
+    simulated.add_argument("--trace", type=Path, default=start_trace.RECORDED)
+    orders = ["profile", "demand"]
+    simulated.add_argument("--order", nargs="+", choices=orders, default=orders, help="whether nodes know the profile")
     simulated.add_argument("--within", type=float, default=10.0, metavar="S")
     simulated.add_argument("--link-gbit", type=float, default=10.0)
     simulated.add_argument("--seed", type=int, default=1)
     simulated.set_defaults(run=simulate)
+
+    recorded = sub.add_parser("record")
+    recorded.add_argument("--output", type=Path, default=start_trace.RECORDED)
+    recorded.set_defaults(run=record)
 
     measured = sub.add_parser("throughput")
     measured.add_argument("--size", type=parse_size, default=512 << 20)
@@ -241,13 +262,15 @@ def main() -> None:
     measured.add_argument("--scratch", type=Path, default=Path("/tmp"))
 
     four = sub.add_parser("nodes")
-    four.add_argument("root", type=Path, nargs="?", default=Path("build/bench/root"))
-    four.add_argument("--scratch", type=Path, default=Path("build/bench"))
     four.add_argument("--rtt-ms", type=float, nargs="+", default=[1, 20], help="to the registry")
     four.add_argument("--peer-rtt-ms", type=float, nargs="+", help="to a peer, one for each of --rtt-ms; default: the same")
     four.add_argument("--gbit", type=float, default=1.0, help="of each host's link, a second")
-    four.add_argument("--program", default=IMPORTS[0])
     four.set_defaults(run=nodes)
+
+    for each in (recorded, four):
+        each.add_argument("root", type=Path, nargs="?", default=Path("build/bench/root"))
+        each.add_argument("--scratch", type=Path, default=Path("build/bench"))
+        each.add_argument("--program", default=IMPORTS[0])
 
     arguments = parser.parse_args()
     arguments.run(arguments)

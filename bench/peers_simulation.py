@@ -1,8 +1,9 @@
 """Thousands of nodes that start one plan within seconds, simulated: the decisions are those of weefs/placement.py and weefs/crowd.py, and
 the network is a model.
 
-A node asks for its pieces in the order of the plan, some at once, as weefs does; it sends one piece after the other at the rate of its
-link, and the registry sends to everybody at once. Time-outs and hedges are not modelled: what is shown is who sends how much."""
+A node asks for its pieces in the order in which a real task did (start_trace.py), some at once, as weefs does; it sends one piece after the
+other at the rate of its link, and the registry sends to everybody at once. The registry's bytes are compressed, those of peers are not.
+Time-outs and hedges are not modelled: what is shown is who sends how much."""
 
 from __future__ import annotations
 
@@ -10,18 +11,17 @@ import heapq
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from weefs.crowd import Crowd
+from weefs.core import Miss
+from weefs.crowd import Crowd, bits_of
 from weefs.peering import REFERRALS
-from weefs.placement import before, owners, places_to_ask
+from weefs.placement import before, group_of, owners, places_to_ask
 
 LAYER = f"sha256:{'5' * 64}"
-AT_ONCE = 8
-"""Pieces that one node asks for at once."""
 REGISTRY_RTT_S = 0.02
 PEER_RTT_S = 0.001
 
@@ -87,13 +87,22 @@ class SimulatedNode:
         return self.present[group] & bits == bits
 
 
+@attrs.frozen
+class Size:
+    """Of a piece, bytes."""
+
+    stored: int
+    raw: int
+
+
 @attrs.define
 class Outcome:
-    """Bytes, seconds, requests."""
+    """Bytes, seconds, requests. `plan_bytes`: that one node alone gets from the registry; `raw_bytes`: the same, not compressed."""
 
     nodes: int
     pieces: int
     plan_bytes: int
+    raw_bytes: int
     registry_bytes: int
     registry_times: Counter[int]
     """How often a piece was sent, by how many pieces."""
@@ -106,11 +115,14 @@ class Outcome:
 class Simulation:
     """One start of a plan by many."""
 
-    def __init__(self, nodes: int, plan: Sequence[Piece], *, chunk_bytes: int, within_s: float, link_bytes_s: float, seed: int) -> None:
+    def __init__(
+        self, nodes: int, plan: Mapping[Piece, Size], *, at_once: int, within_s: float, link_bytes_s: float, seed: int
+    ) -> None:
+        """`plan`: in the order in which each node asks, for `at_once` pieces at once."""
         self.clock = Clock()
         self.nodes = {name: SimulatedNode(name) for name in (f"10.{i >> 16}.{i >> 8 & 255}.{i & 255}:9465" for i in range(nodes))}
         self.plan = plan
-        self.chunk_bytes = chunk_bytes
+        self.at_once = at_once
         self.within_s = within_s
         self.link_bytes_s = link_bytes_s
         self.random = random.Random(seed)
@@ -125,17 +137,15 @@ class Simulation:
         return Outcome(
             nodes=len(nodes),
             pieces=len(self.plan),
-            plan_bytes=sum(map(self._size, self.plan)),
-            registry_bytes=sum(self._size(piece) * n for piece, n in self.from_registry.items()),
+            plan_bytes=sum(each.stored for each in self.plan.values()),
+            raw_bytes=sum(each.raw for each in self.plan.values()),
+            registry_bytes=sum(self.plan[piece].stored * n for piece, n in self.from_registry.items()),
             registry_times=Counter(self.from_registry.values()),
             sent=sorted(node.sent_bytes for node in nodes),
             took_s=sorted(node.done_s - node.begun_s for node in nodes),
             asks=sum(node.asked for node in nodes),
             refusals=sum(node.refused for node in nodes),
         )
-
-    def _size(self, piece: Piece) -> int:
-        return piece[1].bit_count() * self.chunk_bytes
 
     def _start(self, node: SimulatedNode) -> Process:
         node.begun_s = self.clock.now_s
@@ -150,7 +160,7 @@ class Simulation:
             if not left[0]:
                 self.clock.fire(done)
 
-        for _ in range(AT_ONCE):
+        for _ in range(self.at_once):
             self.clock.start(worker())
         while left[0]:
             yield done
@@ -171,7 +181,7 @@ class Simulation:
         flight = node.flights[piece] = Signal()
         if not (yield from self._from_peers(node, piece)):
             self.from_registry[piece] += 1
-            yield REGISTRY_RTT_S + self._size(piece) / self.link_bytes_s
+            yield REGISTRY_RTT_S + self.plan[piece].stored / self.link_bytes_s
         node.present[piece[0]] |= piece[1]
         del node.flights[piece]
         self.clock.fire(flight)
@@ -205,8 +215,8 @@ class Simulation:
         sent = peer.has(piece)
         if sent:
             begin_s = max(self.clock.now_s, peer.link_free_s)
-            peer.link_free_s = begin_s + self._size(piece) / self.link_bytes_s
-            peer.sent_bytes += self._size(piece)
+            peer.link_free_s = begin_s + self.plan[piece].raw / self.link_bytes_s
+            peer.sent_bytes += self.plan[piece].raw
             peer.served += 1
             yield peer.link_free_s - self.clock.now_s
         (peer.crowd.sent if sent else peer.crowd.failed)(LAYER, group, bits, asker, self.clock.now_s)
@@ -217,20 +227,14 @@ class Simulation:
         return None if sent else ()
 
 
-def plan_of(chunks: Iterable[int]) -> list[Piece]:
-    """Pieces of chunks of one group, in the order in which groups are first touched."""
-    pieces: dict[int, int] = {}
-    for chunk in chunks:
-        pieces[chunk // 16] = pieces.get(chunk // 16, 0) | 1 << chunk % 16
-    return [*pieces.items()]
-
-
-def chosen_chunks(layer_chunks: int, runs: int, longest_run: int, seed: int) -> Iterator[int]:
-    """What a task reads: short runs of chunks, here and there."""
-    chosen = random.Random(seed)
-    for _ in range(runs):
-        begin = chosen.randrange(layer_chunks)
-        yield from range(begin, min(layer_chunks, begin + chosen.randint(1, longest_run)))
+def plan_of(pieces: Sequence[Sequence[Miss]]) -> dict[Piece, Size]:
+    """Each of chunks of one group."""
+    plan = {}
+    for piece in pieces:
+        group = group_of(piece[0].chunk)
+        bits = bits_of(range(piece[0].chunk, piece[-1].chunk + 1), group)
+        plan[group, bits] = Size(sum(miss.stored_size for miss in piece), sum(miss.raw_size for miss in piece))
+    return plan
 
 
 def membership_bytes_s(nodes: int, read: Callable[[int], float], every_s: float) -> float:
