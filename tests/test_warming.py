@@ -336,6 +336,25 @@ def test_room_is_made_of_what_nothing_uses_and_only_when_that_is_enough(
     asyncio.run(run())
 
 
+def test_after_a_crash_of_the_machine_what_is_whole_is_not_fetched_again(
+    proxy: Proxy, group: Group, other: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a cache with room for it once."""
+    bound = CacheBound(int(CHUNK * (CHUNKS + SMALL_CHUNKS) * 1.2), 0)
+
+    async def run() -> None:
+        async with mounted(tmp_path / "m", layers_of(other), bound=bound, keep_cache=True) as mount:
+            await warmed(mount, layers_of(group))
+        proxy.seen.clear()
+        monkeypatch.setattr("weefs.cachedir.boot_id", lambda: b"another boot id.")
+        async with mounted(tmp_path / "m", layers_of(other), bound=bound) as mount:
+            (layer,) = (await warmed(mount, layers_of(group))).layers
+            assert (layer.failure, layer.done_bytes) == ("", len(LARGE))
+            assert contents_of(proxy, group) == []
+
+    asyncio.run(run())
+
+
 def test_chunks_that_are_lost_again_are_brought_again(group: Group, other: Group, tmp_path: Path) -> None:
     async def run() -> None:
         async with mounted(tmp_path / "m", [*layers_of(group), *layers_of(other)]) as mount:

@@ -75,6 +75,11 @@ class _Whole:
         info = self.core.layer_info(self.slot)
         return info.stream_size - info.present_raw if info.present_chunks < info.chunks else 0
 
+    def room_bytes(self) -> int:
+        """What it takes on the disk beyond what it takes now, suspect chunks included."""
+        info = self.core.layer_info(self.slot)
+        return max(0, info.stream_size - info.room) if info.present_chunks < info.chunks else 0
+
     def begin_pass(self) -> None:
         self._since = 0
 
@@ -109,6 +114,10 @@ class _Named:
 
     def absent_bytes(self) -> int:
         return sum(chunk.raw_size for chunk in self._absent())
+
+    def room_bytes(self) -> int:
+        """At most: some that are suspect may have theirs."""
+        return self.absent_bytes()
 
     def begin_pass(self) -> None:
         absent = self._absent()
@@ -273,22 +282,28 @@ class Warmer:
 
     async def _run(self, job: _Job) -> None:
         try:
-            await self._of_all(job.parts, lambda part: self._open(part, job.what))
-            if job.what == "profile" and not any(part.wanted or part.failure for part in job.parts):
-                self._fail(job, NoProfile("no layer has a profile, recorded or published; ask for all of them"))
-            elif not self._is_over(job):
-                await self._admit(job)
-                await self._of_all([part for part in job.parts if part.wanted is not None], lambda part: self._bring(job, part))
+            await self._do(job)
         except Exception as error:  # a bug of ours costs this job
             say_traceback()
             self._fail(job, first_cause(error))
         finally:
             for part in job.parts:
                 await self._settled(part)
-                if part.failure is None and self._lacks(part):
-                    part.failure = NoRoom(f"cache: {part.absent_bytes()} bytes of it were evicted again; it is too small for what is used")
             job.end()
             self._layers.give_back([part.served for part in job.parts if part.served is not None])
+
+    async def _do(self, job: _Job) -> None:
+        await self._of_all(job.parts, lambda part: self._open(part, job.what))
+        opened = [part for part in job.parts if part.wanted is not None]
+        if job.what == "profile" and not opened and not any(part.failure for part in job.parts):
+            self._fail(job, NoProfile("no layer has a profile, recorded or published; ask for all of them"))
+        if self._is_over(job):
+            return
+        await self._admit(job)
+        await self._of_all(opened, lambda part: self._bring(job, part))
+        for part in opened:
+            if part.failure is None and self._lacks(part):
+                part.failure = NoRoom(f"cache: {part.absent_bytes()} bytes of it were evicted again; it is too small for what is used")
 
     async def _of_all(self, parts: Sequence[_Part], work: Callable[[_Part], Coroutine[Any, Any, None]]) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -347,10 +362,10 @@ class Warmer:
             absent: dict[LayerSlot, int] = {}
             for each in {job, *(other for other in self._jobs.values() if other.is_admitted and other.shown is None)}:
                 for part in each.parts:
-                    if part.served is not None:  # what several want of a layer counts once
-                        absent[part.served.slot] = max(absent.get(part.served.slot, 0), part.absent_bytes())
+                    if part.served is not None and part.wanted is not None:  # what several want of a layer counts once
+                        absent[part.served.slot] = max(absent.get(part.served.slot, 0), part.wanted.room_bytes())
             needed = sum(absent.values())
-            job.is_admitted = not any(part.absent_bytes() for part in job.parts)
+            job.is_admitted = not any(part.wanted.room_bytes() for part in job.parts if part.wanted is not None)
             if job.is_admitted:
                 return
             try:
@@ -440,6 +455,8 @@ class Warmer:
     async def _try(self, part: _Part, claimed: Sequence[Miss]) -> BaseException | None:
         """Why not all came, if it may help to try again: those that did not are not claimed any more."""
         size = sum(miss.raw_size for miss in claimed)
+        if isinstance(part.wanted, _Whole):
+            size = min(size, part.wanted.room_bytes())  # suspect chunks have theirs
         if not self._room.has_room(self._outstanding + size):
             for miss in claimed:
                 self._core.unclaim(miss.layer, miss.chunk)
