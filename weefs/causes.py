@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import threading
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, get_args
 
 import attrs
 
+from weefs.core import LayerSlot, Miss
+from weefs.link import Link
 from weefs.traffic import SOURCES
+
+if TYPE_CHECKING:
+    from weefs.fetch import Ahead, Fetcher
 
 Cause = Literal["miss", "read_ahead", "profile", "fill", "prefetch"]
 """A reader waits, or a peer; ahead of a sequential one; since a profile names it; so that all is there; since somebody asked for it."""
@@ -32,3 +38,19 @@ class CauseCounts:
         """By source and cause."""
         with self._lock:
             return {source: {cause: self._bytes[source, cause] for cause in CAUSES} for source in SOURCES}
+
+
+@attrs.frozen
+class AheadFor:
+    """A fetcher's fetch_ahead() for one cause."""
+
+    _fetcher: Fetcher
+    _cause: Cause
+
+    async def fetch_ahead(self, claimed: Sequence[Miss], *, within_s: float, gap_bytes: int = 0) -> Ahead:
+        """As Fetcher.fetch_ahead()."""
+        return await self._fetcher.fetch_ahead(claimed, within_s=within_s, cause=self._cause, gap_bytes=gap_bytes)
+
+    def link(self, layer: LayerSlot) -> Link:
+        """What the layer's source costs."""
+        return self._fetcher.link(layer)

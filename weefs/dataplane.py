@@ -23,12 +23,13 @@ import msgspec
 
 from registry import Connections, Credentials
 from weefs.cachedir import CacheDirectory, list_layers
+from weefs.causes import AheadFor
 from weefs.copies import Copies
 from weefs.core import ChunkIndex, Core, CoreError, LayerSlot, Place, PlanInfo, PlanSlot
 from weefs.core import CoreFault as CoreFault
 from weefs.doctor import check_cache, check_descriptors, check_sources
 from weefs.errors import LayerRefused, WeefsError
-from weefs.fetch import AheadFor, Fetcher, FetchPolicy, in_thread
+from weefs.fetch import Fetcher, FetchPolicy, in_thread
 from weefs.fill import Filler, FillPolicy
 from weefs.images import Images
 from weefs.journal import Journal, PlanAdded, PlanRemoved

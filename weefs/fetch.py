@@ -606,19 +606,3 @@ def _drain(fd: int) -> None:
         os.read(fd, 8)
     except BlockingIOError:
         return
-
-
-@attrs.frozen
-class AheadFor:
-    """A fetcher's fetch_ahead() for one cause."""
-
-    _fetcher: Fetcher
-    _cause: Cause
-
-    async def fetch_ahead(self, claimed: Sequence[Miss], *, within_s: float, gap_bytes: int = 0) -> Ahead:
-        """As Fetcher.fetch_ahead()."""
-        return await self._fetcher.fetch_ahead(claimed, within_s=within_s, cause=self._cause, gap_bytes=gap_bytes)
-
-    def link(self, layer: LayerSlot) -> Link:
-        """What the layer's source costs."""
-        return self._fetcher.link(layer)
