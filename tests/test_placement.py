@@ -291,6 +291,6 @@ def test_which_sources_are_opened_for_peers() -> None:
 
 def test_peers_in_the_report_of_a_node() -> None:
     members = [{"address": f"n{i}:1", "state": state} for i, state in enumerate(("up", "up", "left_out"))]
-    shown = _peers_line({"members": members, "received_bytes": 5_000_000, "served_bytes": 0, "hedges": 2, "lies": 1})
-    assert shown == ["peers         2 up, 0 down, 1 left out; 5.0 MB received, 0 B sent, 2 asked for a second time, 1 lies"]
+    shown = _peers_line({"name": "n:1", "members": members, "received_bytes": 5_000_000, "served_bytes": 0, "hedges": 2, "lies": 1})
+    assert shown == ["peers         2 of 3 up (0 down, 1 left out); 5.0 MB received, 0 B sent, 2 asked for a second time, 1 lies"]
     assert _peers_line({"members": []}) == []
