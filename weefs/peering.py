@@ -383,14 +383,10 @@ class Peering:
         for task, tried in running.items():
             task.cancel()
             health = self._of(tried.asking or tried.peer)
-            if tried.asked_s is None:
-                health.gave_up()
-            elif now_s >= until:
+            stalls = tried.heard_s is not None and now_s - tried.heard_s >= STALLED_S
+            if tried.asked_s is not None and (stalls or now_s >= until):
                 health.failed(now_s)
-            elif tried.heard_s is not None:
-                stalled = now_s - tried.heard_s >= STALLED_S
-                health.failed(now_s) if stalled else health.gave_up()
-            elif winner is not None and tried.first:
+            elif tried.asked_s is not None and tried.heard_s is None and winner is not None and tried.first:
                 health.lost(now_s)
             else:
                 health.gave_up()
