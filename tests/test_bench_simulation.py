@@ -43,3 +43,10 @@ def test_the_registry_sends_the_plan_about_once(nodes: int) -> None:
         assert outcome.sent == [0]
     else:
         assert sum(outcome.sent) >= (nodes - 1) * 0.9 * outcome.raw_bytes
+
+
+def test_a_thousand_that_want_the_same_in_the_same_moment_find_each_other() -> None:
+    """As nodes do that start on demand one after the other: each catches up with the first, which waits for the registry."""
+    plan = plan_of(start_trace.load(start_trace.RECORDED).on_demand()[:12])
+    outcome = Simulation(1000, plan, at_once=1, within_s=0.0, link_bytes_s=1.25e9, seed=1).run()
+    assert outcome.registry_bytes <= 1.2 * outcome.plan_bytes

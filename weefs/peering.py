@@ -41,8 +41,10 @@ TOC_S = 2.0
 STALLED_S = 0.2
 """Between two pieces of an answer: then the next place is asked as well."""
 REQUESTS_PER_PEER = 8
-REFERRALS = 12
-"""Nodes that one is sent to by others, for one piece, at most."""
+REFERRALS = 48
+"""Nodes that one is sent to by others, for one piece, at most. When a thousand want it in the same moment, some are sent on by more than a
+dozen before one has time for them; the time that peers get is the bound that matters.
+"""
 LISTEN_AGAIN_S = 1.0
 MAX_KNOWN_OWNERS = 8192
 """Groups whose owners are remembered."""
