@@ -137,7 +137,7 @@ def test_what_opens_and_closes_layers_does_not_look_through_the_cache(
     async def run() -> None:
         async with mounted(tmp_path / "m", [layers[0]]) as mount:
             room = mount.plane.room
-            await room.measure()
+            await wait_until(lambda: room._look_through_s > 0)  # it has begun with a look
             looked_at: list[Path] = []
             monkeypatch.setattr("weefs.room.disk_bytes", lambda path: looked_at.append(path) or disk_bytes(path))
             for layer in layers[1:]:
