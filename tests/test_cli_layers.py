@@ -240,8 +240,8 @@ def test_a_pipe_is_no_layer() -> None:
 
 
 def convert_until(tmp_path: Path, number: int, disposition: signal.Handlers) -> tuple[subprocess.Popen[bytes], bytes]:
-    """A conversion in the middle, for its source is a pipe that stops after one file; and the rest of the source."""
-    archive = write_pax([file(b"f", make_content(3 << 20, 1, False)), file(b"g", make_content(3 << 20, 2, False))])
+    """A conversion in the middle: its source is a pipe that stops when some of the layer is written; and the rest of the source."""
+    archive = write_pax([file(b"f", make_content(32 << 20, 1, False)), file(b"g", make_content(3 << 20, 2, False))])
     process = subprocess.Popen(
         [WEENV, "layer", "convert", "-", tmp_path / "layer", "--recipe", tmp_path / "recipe"],
         stdin=subprocess.PIPE,
@@ -249,11 +249,13 @@ def convert_until(tmp_path: Path, number: int, disposition: signal.Handlers) -> 
         preexec_fn=lambda: signal.signal(number, disposition),
     )
     assert process.stdin is not None
-    process.stdin.write(archive[: 4 << 20])
-    process.stdin.flush()
+    given = 0
     while not any(path.stat().st_size for path in tmp_path.glob(".layer.*.partial")):
-        time.sleep(0.01)
-    return process, archive[4 << 20 :]
+        assert given < 32 << 20
+        process.stdin.write(archive[given : given + (1 << 20)])
+        process.stdin.flush()
+        given += 1 << 20
+    return process, archive[given:]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
