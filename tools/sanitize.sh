@@ -11,7 +11,8 @@ asan) flags=("-fsanitize=address,undefined" -fno-sanitize-recover=undefined -fno
 tsan) flags=(-fsanitize=thread -fno-omit-frame-pointer) runtime=libtsan.so ;;
 *) echo "sanitize.sh: expected asan or tsan, received '$kind'" >&2; exit 2 ;;
 esac
-[ $# -gt 0 ] || set -- tests/test_weefs_*.py tests/test_cache_room.py tests/test_peers.py tests/test_fill.py tests/test_profiles.py \
+[ $# -gt 0 ] || set -- tests/test_weefs_*.py tests/test_cache_room.py tests/test_peers.py tests/test_peer_outages.py \
+    tests/test_fill.py tests/test_profiles.py tests/test_warming.py \
     tests/test_node_recovery.py tests/test_node_metrics.py tests/test_envlet_views.py tests/test_envlet_dataplane.py
 
 root=$PWD/build/$kind
