@@ -23,6 +23,7 @@ import socket
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -496,6 +497,7 @@ async def _serve(
                 await daemon.adopt(list(adopted.values()))
                 await trio.to_thread.run_sync(views.sweep)
                 nursery.start_soon(daemon.watch_faults)
+                nursery.start_soon(partial(trio.to_thread.run_sync, resolver.prepare, abandon_on_cancel=True))
                 if listeners:
                     nursery.start_soon(metrics_server.serve, listeners, daemon.metrics)
                 async with trio.open_nursery() as accepting:

@@ -88,6 +88,10 @@ class Fault:
 class Resolver(Protocol):
     """References to layer groups."""
 
+    def prepare(self) -> None:
+        """What resolve() would do once, for the first reference. Called in a thread."""
+        ...
+
     def resolve(self, reference: str) -> ResolvedGroup:
         """Blocks for as long as the registry takes: called in a thread. Raises the errors of `registry`."""
         ...

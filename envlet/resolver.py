@@ -6,6 +6,7 @@ import attrs
 
 from envlet.ports import LayerRef, ResolvedGroup
 from registry import Credentials, resolve_group
+from registry.preload import preload_resolving
 
 
 class RegistryResolver:
@@ -13,6 +14,10 @@ class RegistryResolver:
 
     def __init__(self, credentials: Credentials | None) -> None:
         self._credentials = credentials
+
+    def prepare(self) -> None:
+        """Blocks for a quarter of a second."""
+        preload_resolving()
 
     def resolve(self, reference: str) -> ResolvedGroup:
         """Blocks for as long as the registry takes. RegistryError."""

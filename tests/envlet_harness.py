@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -114,6 +115,10 @@ class TableResolver:
     def __init__(self, **groups: ResolvedGroup | Exception) -> None:
         self.groups = groups
         self.asked: list[str] = []
+        self.prepared = threading.Event()
+
+    def prepare(self) -> None:
+        self.prepared.set()
 
     def resolve(self, reference: str) -> ResolvedGroup:
         self.asked.append(reference)

@@ -58,6 +58,14 @@ def failure(work: Any, *arguments: Any, **options: Any) -> EnvletError:
     return caught.value
 
 
+def test_what_the_first_reference_would_wait_for_is_done_before(root: Path) -> None:
+    async def test(node: Node) -> None:
+        assert await trio.to_thread.run_sync(node.resolver.prepared.wait, 60)
+        assert node.resolver.asked == []
+
+    with_node(root, test)
+
+
 def test_from_groups_to_a_removed_environment(root: Path) -> None:
     def work(client: Client) -> None:
         made = client.create(["base", "task"], init=["echo mutated > data", "echo done; pwd"], env={"B": "request"}, labels={"k": "v"})

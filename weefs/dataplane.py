@@ -22,6 +22,7 @@ import attrs
 import msgspec
 
 from registry import Connections, Credentials
+from registry.preload import preload_ranges
 from weefs.cachedir import CacheDirectory, list_layers
 from weefs.causes import AheadFor
 from weefs.copies import Copies
@@ -151,6 +152,7 @@ class DataPlane:
     async def run(self) -> None:
         """Fetches what readers wait for, and keeps the cache within its bound, until it is cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(in_thread(preload_ranges))
             tasks.create_task(self.room.run())
             tasks.create_task(self._copies.run())
             tasks.create_task(self._fetcher.run())
