@@ -316,26 +316,28 @@ class Fetcher:
     async def bring(self, layer: LayerSlot, chunks: Iterable[ChunkIndex], *, claim: bool = True) -> None:
         """Fetches those that are absent and nothing ahead of them; returns when each of them is present or was given up. Cancelled, it
         stops waiting and nothing else. Nothing happens unless `run` runs. Without `claim`, waits for what others wait for; forever, if
-        nobody does.
+        nobody does. CoreError: too much of the layer is held to see what is present; what was claimed until then is fetched.
         """
         claimed: list[Miss] = []
         awaited: list[asyncio.Future[None]] = []
         if self._tasks is None:
             return
-        for chunk in chunks:
-            if claim and (miss := self._core.claim(layer, chunk)):
-                claimed.append(miss)
-            elif self._is_present(layer, chunk):
-                continue
-            awaited.append(self._awaited.setdefault((layer, chunk), asyncio.get_running_loop().create_future()))
-        self._begin_near_or_far(claimed, self._tasks, read_ahead=False)
+        try:
+            for chunk in chunks:
+                if claim and (miss := self._core.claim(layer, chunk)):
+                    claimed.append(miss)
+                elif self._is_present(layer, chunk):
+                    continue
+                awaited.append(self._awaited.setdefault((layer, chunk), asyncio.get_running_loop().create_future()))
+        finally:  # also when so much is held that the others cannot be seen: readers may wait for what was claimed
+            self._begin_near_or_far(claimed, self._tasks, read_ahead=False)
         if awaited:
             await asyncio.wait(awaited)
 
     def _not_arrived(self, misses: Iterable[Miss]) -> list[Miss]:
         """Those that are still to be published or given up. A layer whose last chunk arrived may be gone."""
         try:
-            return [miss for miss in misses if self._core.claim(miss.layer, miss.chunk) or not self._is_present(miss.layer, miss.chunk)]
+            return [miss for miss in misses if self._core.claim(miss.layer, miss.chunk) or not self.is_present(miss.layer, miss.chunk)]
         except CoreError:
             return []
 

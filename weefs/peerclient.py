@@ -101,9 +101,9 @@ class PeerClient:
         try:
             head, body = await self._http.get(*split_address(peer), path, {**headers, **described}, body_for, on_bytes)
             return body if head.status in (200, 206) else Elsewhere(tuple(msgspec.json.decode(body, type=Refusal).holders))
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise PeerFailed(f"{url}: expected a refusal in JSON: {error}") from error
-        except (ProtocolError, OSError) as error:
+        except (ProtocolError, OSError, UnicodeError) as error:  # UnicodeError: of a name that no host can have
             raise PeerFailed(f"{url}: {type(error).__name__}: {error}") from error
 
 

@@ -13,6 +13,8 @@ import msgspec
 from weefs.errors import WeefsError
 
 MIN_TOKEN_BYTES = 16
+_LABEL = "[A-Za-z0-9_-]{1,63}"
+_ADDRESS = re.compile(rf"(\[[0-9A-Fa-f:.]{{2,45}}\]|(?=[^:]{{1,253}}:){_LABEL}(?:\.{_LABEL})*\.?):([0-9]{{1,5}})")
 
 
 class PeersRefused(WeefsError):
@@ -37,7 +39,7 @@ class PeersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of `host:port`, an IPv6 address in brackets. PeersRefused."""
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})", address)
+    match = _ADDRESS.fullmatch(address)
     if match is None or not 0 < int(match[2]) < 65536:
         raise PeersRefused(f"peers: expected \"HOST:PORT\", received {address[:200]!r}")
     return match[1].strip("[]"), int(match[2])

@@ -155,7 +155,7 @@ class PeerServer:
         digest = path[1]
         try:
             layer = decode_layer(request.headers[LAYER_HEADER]) if LAYER_HEADER in request.headers else None
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             return self._refused(400, f"{LAYER_HEADER}: {error}")
         if layer is not None and layer.digest != digest:
             return self._refused(400, f"{LAYER_HEADER}: expected {digest}, received {layer.digest}")

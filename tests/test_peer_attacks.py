@@ -1,0 +1,93 @@
+"""Peers that mean harm, and names and settings that nobody meant: no read and no plan fails for them, and nothing is left claimed."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+from peer_harness import addresses, ask, cluster, misbehaving, node, peering, read_all
+from plane_harness import layers_of, wait_until
+from registry_fixture import CHUNK, RegistryServer, make_layer
+from strategies import make_content
+
+from registry import push_group, resolve_group
+from weefs.core import ChunkIndex, CoreError
+from weefs.peerconfig import PeersConfig, is_address
+from weefs.protocol import Layer
+
+FILES = {"large": make_content(CHUNK * 40, 1, False)}
+
+
+@pytest.fixture(scope="module")
+def layers(server: RegistryServer, tmp_path_factory: pytest.TempPathFactory) -> list[Layer]:
+    reference = f"{server.host}/attacks:t"
+    push_group(reference, [make_layer(tmp_path_factory.mktemp("layer"), "layer", FILES)])
+    return layers_of(resolve_group(reference))
+
+
+# what a peer says
+
+
+def test_a_refusal_that_nests_deeply_fails_no_plan_and_no_read(layers: list[Layer], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def nested(_request: web.Request) -> web.StreamResponse:
+        return web.Response(status=404, body=b'{"x": ' + b"[" * 10000)
+
+    async def run() -> None:
+        with misbehaving(nested) as peer:
+            async with node(tmp_path / "n", layers, PeersConfig(listen=addresses(1)[0], members=[peer])) as mount:
+                await read_all(mount, FILES)
+                assert not mount.faults
+
+    asyncio.run(run())
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_description_that_nests_deeply_is_refused_as_any_other(layers: list[Layer], tmp_path: Path) -> None:
+    async def run() -> None:
+        async with cluster(tmp_path, [layers]) as [mount]:
+            header = base64.urlsafe_b64encode(b'{"x": ' + b"[" * 5000).decode()
+            url = f"http://{peering(mount).name}/v1/layers/{layers[0].digest}/stream"
+            async with aiohttp.ClientSession() as session, session.get(url, headers={"Weenv-Layer": header, "Range": "bytes=0-0"}) as answer:
+                assert answer.status == 400
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["node..example:1", ".example:1", "x" * 64 + ":1", ".".join(["abcdefg"] * 40) + ":1", "[1]:1", "n:0"])
+def test_names_that_no_host_can_have_are_no_members(name: str) -> None:
+    assert not is_address(name)
+
+
+@pytest.mark.parametrize("name", ["node:1", "node-1.example:65535", "node.example.:1", "_a.b_c:1", "[::1]:1", "10.0.0.1:9", "x" * 63 + ":1"])
+def test_names_that_hosts_have_are_addresses(name: str) -> None:
+    assert is_address(name)
+
+
+# what is claimed is settled
+
+
+def test_what_was_claimed_is_fetched_also_when_too_much_of_the_layer_is_held(layers: list[Layer], tmp_path: Path) -> None:
+    """A peer's request for a chunk that is absent and one that is there, while as many ranges are held as can be: the absent one's reader
+    is answered.
+    """
+
+    async def run() -> None:
+        async with cluster(tmp_path, [layers]) as [mount]:
+            core, slot = mount.plane._core, mount.plane._layers[layers[0].digest].slot
+            await mount.read("large", CHUNK, CHUNK)
+            holds = [core.hold(slot, range(1, 2)) for _ in range(256)]
+            with pytest.raises(CoreError, match="busy"):
+                await mount.plane._fetcher.bring(slot, [ChunkIndex(0), ChunkIndex(1)])
+            try:
+                await wait_until(lambda: core.layer_info(slot).present_chunks == 2)
+            finally:
+                for hold in holds:
+                    assert hold is not None
+                    core.unhold(slot, hold)
+            assert await mount.read("large", 0, CHUNK) == FILES["large"][:CHUNK]
+
+    asyncio.run(run())
