@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,6 +135,41 @@ def test_a_published_profile_is_used(server: RegistryServer, proxy: Proxy, files
             (layer,) = (await warmed(mount, layers_of(group), "profile")).layers
             assert (layer.by, layer.failure, layer.done_bytes) == ("profile", "", len(NAMED) * CHUNK)
             assert contents_of(proxy, group) == sorted(NAMED)
+
+    asyncio.run(run())
+
+
+def test_a_plan_that_goes_takes_no_published_profile_from_others(
+    server: RegistryServer, proxy: Proxy, files: tuple[Path, Path], other: Group, tmp_path: Path
+) -> None:
+    """It is looked for once for a group, whoever wants it: a plan that is removed meanwhile does not end that."""
+    push_group(f"{server.host}/warm-shared:t", [files[0]])
+    reference = parse_reference(f"{server.host}/warm-shared:t")
+    group = resolve_group(f"{proxy.host}/warm-shared:t")
+    known = Profile(layer=group.layers[0].digest, layer_chunks=CHUNKS, chunks=NAMED, missed=(0,) * len(NAMED))
+    attach(reference, read_subject(reference, None), ARTIFACT_TYPE, DOCUMENT_TYPE, document_of([known]), None)
+
+    async def run() -> None:
+        asked, go_on = asyncio.Event(), threading.Event()
+
+        async def wait_for_it(request: web.Request) -> None:
+            if "/referrers/" in request.path or "/manifests/sha256-" in request.path:
+                loop.call_soon_threadsafe(asked.set)
+                await asyncio.to_thread(go_on.wait)
+
+        loop = asyncio.get_running_loop()
+        proxy.fault = wait_for_it
+        async with mounted(tmp_path / "m", layers_of(other), profiles=True) as mount:
+            try:
+                plan = await mount.plane.add_plan(layers_of(group))
+                await asked.wait()
+                progress = await mount.plane.warmer.progress("c", layers_of(group), "profile")
+                assert not progress.done
+                await mount.plane.remove_plan(plan.plan_id)
+            finally:
+                go_on.set()
+            (layer,) = (await warmed(mount, layers_of(group), "profile")).layers
+            assert (layer.by, layer.failure, layer.done_bytes) == ("profile", "", len(NAMED) * CHUNK)
 
     asyncio.run(run())
 

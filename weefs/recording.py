@@ -84,7 +84,7 @@ class Recorder:
 
     async def _look(self, recording: Recording, published: Awaitable[bytes | None]) -> None:
         try:
-            data = await published
+            data = await asyncio.shield(published)  # other layers of the group ask for the same
             if data is None or recording.ended:
                 return
             profile = published_profile(data, recording.digest, recording.layer_chunks)

@@ -122,7 +122,7 @@ class Sources:
     def published_profile(self, source: str, group: str) -> asyncio.Task[bytes | None]:
         """Begins to look for the document beside a group of a source in use: once for a group, as long as that is."""
         attached = self._open[source].attached
-        if group not in attached:
+        if group not in attached or attached[group].cancelled():
             asking = self._open[source].reader.attached(group, PROFILE_TYPE, MAX_DOCUMENT_BYTES)
             attached[group] = task = asyncio.create_task(_within(asking, AHEAD_WITHIN_S))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever wants it hears of it, or nobody does
