@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
+import dns.asyncresolver
 import dns.message
 import dns.rcode
+import dns.resolver
 import dns.rrset
 import msgspec
 import pytest
@@ -22,7 +25,7 @@ from envlet.dataplane import DataPlaneConfig, _command
 from envlet.keeper import Kept
 from tools import settings
 from tools.exits import CommandError
-from weefs.etcd import PREFIX, EtcdMembers
+from weefs.etcd import PREFIX, EtcdError, EtcdMembers, _lives
 from weefs.members import DnsMembers, Members, Resolve, addresses_of, services_of, sources_of
 from weefs.peerconfig import PeersConfig
 
@@ -124,7 +127,45 @@ def test_which_name_is_asked_how() -> None:
     assert sources_of(PeersConfig(listen=A), A) == []
 
 
+def test_a_source_with_a_defect_costs_members_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+    class Defective:
+        def __init__(self) -> None:
+            self.runs = 0
+
+        async def run(self, changed: Callable[[frozenset[str]], None]) -> None:
+            self.runs += 1
+            changed(frozenset([A] if self.runs == 1 else [B]))
+            raise LookupError("a defect")
+
+    async def run() -> None:
+        async with following(Members([C], [Defective()], again_s=0.01)) as members:
+            await wait_until(lambda: members.names == {B, C})
+
+    asyncio.run(run())
+    assert "a defect" in capfd.readouterr().err
+
+
+def test_what_no_resolver_can_be_asked_for_is_a_failure_of_dns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"a\.\.b"):
+        asyncio.run(addresses_of(1)("a..b"))
+    with pytest.raises(OSError, match="label"):
+        asyncio.run(services_of("_weenv._tcp.a..b"))
+
+    def no_configuration(*_: object, **__: object) -> None:
+        raise dns.resolver.NoResolverConfiguration  # there is no /etc/resolv.conf
+
+    monkeypatch.setattr(dns.asyncresolver, "Resolver", no_configuration)
+    with pytest.raises(OSError, match="_weenv"):
+        asyncio.run(services_of("_weenv._tcp.example"))
+
+
 # etcd
+
+
+@pytest.mark.parametrize("kept", [{"result": None}, {"result": {"TTL": "much"}}, {"result": [1]}])
+def test_an_answer_that_is_no_lease_is_a_failure_of_etcd(kept: dict[str, Any]) -> None:
+    with pytest.raises(EtcdError, match="TTL"):
+        _lives(kept)
 
 
 @pytest.fixture

@@ -27,6 +27,14 @@ def _encoded(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
+def _lives(kept: dict[str, Any]) -> bool:
+    """What was answered to keeping a lease alive. EtcdError."""
+    try:
+        return int(kept.get("result", {}).get("TTL", 0)) > 0
+    except (AttributeError, TypeError, ValueError) as error:
+        raise EtcdError(f"expected a lease's TTL, received {str(kept)[:200]}") from error
+
+
 class EtcdMembers:
     """A `members.Source`. `lease_s`: how long a node that is gone stays a member; kept alive, and members read, thrice in that time."""
 
@@ -59,7 +67,7 @@ class EtcdMembers:
         """The lease lives, and the key is there with it."""
         if self._lease is not None:
             kept = await self._call(session, "lease/keepalive", {"ID": self._lease})
-            if int(kept.get("result", {}).get("TTL", 0)) > 0:
+            if _lives(kept):
                 return
             say("peers: etcd: the lease was lost, and is taken anew")
             self._lease = None
@@ -113,7 +121,7 @@ class EtcdMembers:
                     if response.status == 200 and isinstance(answer, dict):
                         return answer
                     failures.append(f"{endpoint}: {method}: {response.status} {str(answer)[:200]}")
-            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
                 failures.append(f"{endpoint}: {type(error).__name__}: {error}")
             self._endpoints.remove(endpoint)
             self._endpoints.append(endpoint)

@@ -7,10 +7,11 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
-from weefs.log import say
+from weefs.log import say, say_traceback
 from weefs.peerconfig import PeersConfig, is_address, split_address
 
 DNS_EVERY_S = 30.0
+AGAIN_S = 5.0
 MAX_MEMBERS = 65536
 
 
@@ -26,13 +27,18 @@ class Members:
     """The union of a fixed list and of what sources say."""
 
     def __init__(
-        self, fixed: Iterable[str], sources: Iterable[Source], on_left: Callable[[frozenset[str]], None] = lambda left: None
+        self,
+        fixed: Iterable[str],
+        sources: Iterable[Source],
+        on_left: Callable[[frozenset[str]], None] = lambda left: None,
+        again_s: float = AGAIN_S,
     ) -> None:
-        """`on_left`: they are members no more."""
+        """`on_left`: they are members no more. `again_s`: after which a source that ended with a defect is run again."""
         self._fixed = frozenset(fixed)
         self._sources = [*sources]
         self._said: dict[int, frozenset[str]] = {}
         self._on_left = on_left
+        self._again_s = again_s
         self.names = self._fixed
         self.changed = asyncio.Event()
         """Set, and replaced by another one, when `names` has changed."""
@@ -41,7 +47,16 @@ class Members:
         """Follows the sources until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for number, source in enumerate(self._sources):
-                tasks.create_task(source.run(lambda names, number=number: self._hear(number, names)))  # type: ignore[misc]
+                tasks.create_task(self._follow(number, source))
+
+    async def _follow(self, number: int, source: Source) -> None:
+        """Whatever a source receives costs members, and not the data plane."""
+        while True:
+            try:
+                await source.run(lambda names: self._hear(number, names))
+            except Exception:
+                say_traceback()
+            await asyncio.sleep(self._again_s)
 
     def _hear(self, number: int, names: frozenset[str]) -> None:
         strange = [name for name in names if not is_address(name)]
@@ -65,7 +80,10 @@ def addresses_of(port: int) -> Resolve:
     """A and AAAA, by the system's resolver."""
 
     async def resolve(name: str) -> list[str]:
-        found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        except UnicodeError as error:
+            raise OSError(f"{name}: {error}") from error
         hosts = {str(address[0]) for *_, address in found}
         return sorted(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)
 
@@ -77,11 +95,11 @@ async def services_of(name: str, *, nameservers: tuple[tuple[str, int], ...] = (
     import dns.asyncresolver
     import dns.exception
 
-    resolver = dns.asyncresolver.Resolver(configure=not nameservers)
-    if nameservers:
-        resolver.nameservers = [host for host, _ in nameservers]
-        resolver.nameserver_ports = dict(nameservers)
     try:
+        resolver = dns.asyncresolver.Resolver(configure=not nameservers)
+        if nameservers:
+            resolver.nameservers = [host for host, _ in nameservers]
+            resolver.nameserver_ports = dict(nameservers)
         answer = await resolver.resolve(name, "SRV", lifetime=DNS_EVERY_S / 3)
     except dns.exception.DNSException as error:
         raise OSError(f"{name}: {error}") from error
