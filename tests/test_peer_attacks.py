@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
-from peer_harness import addresses, ask, cluster, misbehaving, node, peering, read_all
+from peer_harness import addresses, cluster, misbehaving, node, peering, read_all
 from plane_harness import layers_of, wait_until
 from registry_fixture import CHUNK, RegistryServer, make_layer
 from strategies import make_content
@@ -32,7 +32,9 @@ def layers(server: RegistryServer, tmp_path_factory: pytest.TempPathFactory) -> 
 # what a peer says
 
 
-def test_a_refusal_that_nests_deeply_fails_no_plan_and_no_read(layers: list[Layer], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_that_nests_deeply_fails_no_plan_and_no_read(
+    layers: list[Layer], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     async def nested(_request: web.Request) -> web.StreamResponse:
         return web.Response(status=404, body=b'{"x": ' + b"[" * 10000)
 
@@ -51,7 +53,8 @@ def test_a_description_that_nests_deeply_is_refused_as_any_other(layers: list[La
         async with cluster(tmp_path, [layers]) as [mount]:
             header = base64.urlsafe_b64encode(b'{"x": ' + b"[" * 5000).decode()
             url = f"http://{peering(mount).name}/v1/layers/{layers[0].digest}/stream"
-            async with aiohttp.ClientSession() as session, session.get(url, headers={"Weenv-Layer": header, "Range": "bytes=0-0"}) as answer:
+            headers = {"Weenv-Layer": header, "Range": "bytes=0-0"}
+            async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as answer:
                 assert answer.status == 400
 
     asyncio.run(run())
@@ -62,7 +65,9 @@ def test_names_that_no_host_can_have_are_no_members(name: str) -> None:
     assert not is_address(name)
 
 
-@pytest.mark.parametrize("name", ["node:1", "node-1.example:65535", "node.example.:1", "_a.b_c:1", "[::1]:1", "10.0.0.1:9", "x" * 63 + ":1"])
+@pytest.mark.parametrize(
+    "name", ["node:1", "node-1.example:65535", "node.example.:1", "_a.b_c:1", "[::1]:1", "10.0.0.1:9", "x" * 63 + ":1"]
+)
 def test_names_that_hosts_have_are_addresses(name: str) -> None:
     assert is_address(name)
 

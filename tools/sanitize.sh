@@ -20,7 +20,7 @@ tree=$root/tree
 reports=$root/reports
 rm -rf "$root"
 mkdir -p "$tree/build" "$root/bin" "$reports"
-cp -r csrc weefs envlet registry layerformat tools tests docs setup.py pyproject.toml README.md "$tree"
+cp -r csrc weefs envlet registry layerformat tools tests bench docs setup.py pyproject.toml README.md "$tree"
 find "$tree" \( -name '*.so' -o -name '_core.c' -o -name __pycache__ \) -prune -exec rm -rf {} +
 python=$PWD/build/venv/bin/python
 runtime=$(gcc -print-file-name=$runtime)
