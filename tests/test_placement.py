@@ -107,6 +107,18 @@ def test_pieces_are_consecutive_and_of_one_group(chunks: set[int], max_chunks: i
 # crowds
 
 
+def test_whoever_nobody_can_be_found_for_is_sent_it() -> None:
+    """Others were sent parts of what it wants: nobody has, or will have, all of it. Whoever wants the same then is sent on to it."""
+    crowd = Crowd()
+    for i in range(CHILDREN):
+        assert crowd.admit(LAYER, 0, 0b01, f"n{i}", 0.0).send
+        crowd.sent(LAYER, 0, 0b01, f"n{i}", 0.0)
+    assert crowd.admit(LAYER, 0, 0b11, "more", 0.1).send
+    assert not crowd.admit(LAYER, 0, 0b11, "later", 0.1).send
+    crowd.sent(LAYER, 0, 0b11, "more", 0.1)
+    assert crowd.admit(LAYER, 0, 0b11, "later", 0.1).holders == ("more",)
+
+
 def test_a_crowd_is_referred_to_those_who_were_sent_the_chunk() -> None:
     crowd = Crowd()
     for i in range(CHILDREN):

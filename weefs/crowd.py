@@ -75,6 +75,10 @@ class Crowd:
             sent = known.nodes.setdefault(asker, _Sent())
             sent.under_way |= bits
             return Admission(send=True)
+        if not any((known.nodes[name].complete | known.nodes[name].under_way) & bits == bits for name in served):
+            # Each has a part, and nobody will have all of it: there is nobody to be referred to.
+            known.nodes.setdefault(asker, _Sent()).under_way |= bits
+            return Admission(send=True)
         holders = [name for name in served if known.nodes[name].complete & bits == bits]
         return Admission(send=False, holders=tuple(turned(holders, asker, f"{self._name} {layer} {group}")[:NAMED]))
 
