@@ -15,8 +15,10 @@ from registry_fixture import CHUNK, RegistryServer, make_layer
 from strategies import make_content
 
 from registry import push_group, resolve_group
-from weefs.core import ChunkIndex, CoreError
+from weefs.coalesce import Range
+from weefs.core import ChunkIndex, CoreError, Miss
 from weefs.peerconfig import PeersConfig, is_address
+from weefs.placement import group_of
 from weefs.protocol import Layer
 
 FILES = {"large": make_content(CHUNK * 40, 1, False)}
@@ -48,6 +50,30 @@ def test_a_refusal_that_nests_deeply_fails_no_plan_and_no_read(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("path", ["stream", "toc"])
+def test_a_peer_that_refers_to_one_many_times_makes_nobody_ask_it_many_times(layers: list[Layer], tmp_path: Path, path: str) -> None:
+    asked = 0
+
+    async def has_nothing(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        asked += request.path.endswith(path)
+        return web.json_response({"reason": "absent", "holders": []}, status=404)
+
+    async def run() -> None:
+        with misbehaving(has_nothing) as victim:
+
+            async def refers(_request: web.Request) -> web.StreamResponse:
+                return web.json_response({"reason": "crowded", "holders": [victim] * 500}, status=404)
+
+            with misbehaving(refers) as peer:
+                config = PeersConfig(listen=addresses(1)[0], members=[peer, victim])
+                async with node(tmp_path / "n", layers, config) as mount:
+                    await mount.read("large", 0, CHUNK)
+        assert 0 < asked <= 2, "once as an owner, and once for the referral"
+
+    asyncio.run(run())
+
+
 def test_a_description_that_nests_deeply_is_refused_as_any_other(layers: list[Layer], tmp_path: Path) -> None:
     async def run() -> None:
         async with cluster(tmp_path, [layers]) as [mount]:
@@ -70,6 +96,34 @@ def test_names_that_no_host_can_have_are_no_members(name: str) -> None:
 )
 def test_names_that_hosts_have_are_addresses(name: str) -> None:
     assert is_address(name)
+
+
+# who is asked for what
+
+
+def test_what_nobody_waits_for_is_cut_along_groups_too(layers: list[Layer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group has owners of its own: what is asked of another's comes from the registry once more."""
+
+    async def run() -> None:
+        async with (
+            cluster(tmp_path, [layers]) as [owner],
+            node(tmp_path / "n", layers, PeersConfig(listen=addresses(1)[0], members=[peering(owner).name])) as mount,
+        ):
+            groups: list[set[int]] = []
+            take = peering(mount).take
+
+            async def noting(wanted: Range, digest: str, deadline: float) -> list[Miss]:
+                groups.append({group_of(miss.chunk) for miss in wanted.misses})
+                return await take(wanted, digest, deadline)
+
+            monkeypatch.setattr(peering(mount), "take", noting)
+            while not (await mount.plane.warmer.progress("c", layers, "all")).done:
+                pass
+            assert all(len(among) == 1 for among in groups), groups
+            assert set.union(*groups) == {0, 1, 2}
+            assert mount.plane.statistics()["sources"]["registry"]["bytes"] == 0
+
+    asyncio.run(run())
 
 
 # what is claimed is settled

@@ -508,15 +508,26 @@ class Fetcher:
         return Ahead([miss for miss in claimed if miss.chunk not in lost], failure, refusal)
 
     async def _take_from_neighbours(self, unsettled: dict[ChunkIndex, Miss], digest: str, deadline: float, cause: Cause) -> None:
-        """What they have is settled."""
+        """What they have is settled. A neighbour that is slow with one piece keeps none of the others waiting."""
         if self._neighbours is None:
             return
-        for wanted in coalesce([*unsettled.values()]):
-            left = {miss.chunk for miss in await self._neighbours.take(wanted, digest, deadline)}
-            for miss in wanted.misses:
+
+        async def take(neighbours: Neighbours, piece: Range) -> None:
+            try:
+                misses = await neighbours.take(piece, digest, deadline)
+            except Exception:  # a bug of ours costs a transfer
+                say_traceback()
+                misses = self._not_arrived(piece.misses)
+            left = {miss.chunk for miss in misses}
+            for miss in piece.misses:
                 if miss.chunk not in left:
                     self.causes.add("peer", cause, miss.raw_size)
                     del unsettled[miss.chunk]
+
+        async with asyncio.TaskGroup() as tasks:
+            for wanted in coalesce([*unsettled.values()]):
+                for piece in self._neighbours.cut(wanted):
+                    tasks.create_task(take(self._neighbours, piece))
 
     def link(self, layer: LayerSlot) -> Link:
         """What the layer's source costs."""

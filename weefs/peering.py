@@ -240,6 +240,8 @@ class Peering:
         known, to_ask = {self.name}, [place]
         while to_ask and len(known) <= REFERRALS:
             peer = to_ask.pop(0)
+            if peer in known:  # it was named twice
+                continue
             known.add(peer)
             described = None if peer != place or source_host(layer.source) is None else layer
             begin_s = loop.time()
@@ -399,6 +401,8 @@ class Peering:
         to_ask = [tried.peer]
         while to_ask and len(known) <= REFERRALS:
             peer = to_ask.pop(0)
+            if peer in known:  # it was named twice
+                continue
             known.add(peer)
             referred = peer != tried.peer
             if referred and not self._of(peer).may_ask(asyncio.get_running_loop().time()):
@@ -407,7 +411,7 @@ class Peering:
             answer = await self._ask(tried, peer, piece, layer, described, placement.OWNERS if referred else rank)
             if isinstance(answer, _Brought):
                 return answer
-            further = [holder for holder in answer if holder in self.members.names and holder not in known and holder not in to_ask]
+            further = [holder for holder in answer if holder in self.members.names and holder not in known]
             to_ask = [*further, *to_ask]
         return None
 
