@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from peer_harness import GONE, addresses, cluster, make_certificates, misbehaving, never, node, peering
-from plane_harness import Mounted, layers_of
+from plane_harness import Mounted, layers_of, wait_until
 from registry_fixture import CHUNK, RegistryServer, make_layer
 from strategies import make_content
 
@@ -94,9 +95,24 @@ async def _other_clock(_request: web.Request) -> web.StreamResponse:
     return web.json_response({"reason": "absent"}, status=404, headers={"Date": "Tue, 01 Jan 2019 00:00:00 GMT"})
 
 
+async def _nests_deeply(_request: web.Request) -> web.StreamResponse:
+    return web.Response(status=404, body=b'{"reason": ' + b"[" * 10000)
+
+
+async def _talks_much(_request: web.Request) -> web.StreamResponse:
+    return web.json_response({"reason": "\x1b[2J" + "x" * (15 << 20)}, status=400)
+
+
+async def _no_date(_request: web.Request) -> web.StreamResponse:
+    return web.json_response({"reason": 1}, status=400, headers={"Date": "Tue, 01 Jan 99999999999999999999 00:00:00 GMT"})
+
+
 @pytest.mark.parametrize(
     ("handler", "said"),
     [
+        (_nests_deeply, "received 404: another version, or another program"),
+        (_talks_much, "received 400: '\\x1b[2Jxxxx"),
+        (_no_date, "received 400: another version, or another program"),
         (_refuses_the_token, "it refuses the token"),
         (_lies, "it lies: expected 65536 bytes at "),
         (_other_program, "received 404: another version, or another program"),
@@ -111,6 +127,27 @@ def test_a_peer_that_answers_wrongly(
         found = asyncio.run(told_of(tmp_path, layers, peer))
     assert not found.ok
     assert said in found.detail
+    assert len(found.detail) < 1000
+
+
+def test_a_peer_that_trickles_keeps_no_thread(layers: list[Layer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_peers, "LONGEST_S", 0.5)
+
+    async def trickle(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=404)
+        response.content_length = 1 << 20
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await response.write(b"x")
+                await asyncio.sleep(0.01)
+        return response
+
+    before = {*threading.enumerate()}
+    with misbehaving(trickle) as peer:
+        found = asyncio.run(told_of(tmp_path, layers, peer))
+        assert (found.ok, found.detail) == (False, "not done within 0.5 s")
+        asyncio.run(wait_until(lambda: not any("ThreadPool" in one.name for one in {*threading.enumerate()} - before)))
 
 
 def test_a_peer_that_is_gone(layers: list[Layer], tmp_path: Path) -> None:

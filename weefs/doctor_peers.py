@@ -44,6 +44,8 @@ SAMPLES = 3
 NO_LAYER = "sha256:" + "0" * 64
 """Asked for when this node has nothing either."""
 MAX_BODY_BYTES = 16 << 20
+MAX_REASON = 200
+"""Of what a peer says, so much is shown."""
 
 
 @attrs.frozen
@@ -146,6 +148,7 @@ async def check_members(config: PeersConfig, name: str, known: Sequence[dict[str
             async with asyncio.timeout(LONGEST_S):
                 return await loop.run_in_executor(threads, ask.check, member)
         except TimeoutError:
+            ask.give_up(_address(member))
             return Check(name=f"peer {_address(member)}", ok=False, detail=f"not done within {LONGEST_S:g} s", took_s=LONGEST_S)
 
     try:
@@ -170,6 +173,16 @@ class _Asker:
     token: str | None
     tls: ssl.SSLContext | None
     having: Sequence[Sample]
+    _connected: dict[str, http.client.HTTPConnection] = attrs.field(factory=dict, init=False)
+    _given_up: set[str] = attrs.field(factory=set, init=False)
+
+    def give_up(self, peer: str) -> None:
+        """From any thread: ends the request that its own thread is in. One that sends a byte now and then would keep it for days."""
+        self._given_up.add(peer)
+        connection = self._connected.get(peer)
+        if connection is not None and connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
 
     def check(self, member: dict[str, Any]) -> Check:
         begin_s = time.monotonic()
@@ -190,6 +203,8 @@ class _Asker:
         """What it said, and how long that took. _Wrong."""
         asked: Sequence[Sample | None] = self.having or [None]
         for sample in asked:
+            if peer in self._given_up:
+                raise _Wrong("not done in time")
             begin_s = time.monotonic()
             answer = self._ask(peer, sample)
             took_s = time.monotonic() - begin_s
@@ -209,6 +224,7 @@ class _Asker:
             connection: http.client.HTTPConnection = http.client.HTTPSConnection(host, port, timeout=ANSWER_S, context=self.tls)
         else:
             connection = http.client.HTTPConnection(host, port, timeout=ANSWER_S)
+        self._connected[peer] = connection
         try:
             connection.request("GET", f"/v1/layers/{digest}/stream", headers=headers)
             response = connection.getresponse()
@@ -248,10 +264,16 @@ def _check_clock(date: str | None) -> None:
     """_Wrong."""
     if date is None:
         return
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(ValueError, TypeError, OverflowError, OSError):
         ahead_s = email.utils.parsedate_to_datetime(date).timestamp() - time.time()
         if abs(ahead_s) > CLOCK_S:
             raise _Wrong(f"its clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} this node's; set both by NTP")
+
+
+def _printable(reason: str) -> str:
+    """What a peer says, for a terminal."""
+    shown = reason[:MAX_REASON]
+    return shown if shown.isprintable() else repr(shown)
 
 
 def _check_answer(answer: _Answer, sample: Sample | None) -> bool:
@@ -266,10 +288,10 @@ def _check_answer(answer: _Answer, sample: Sample | None) -> bool:
             raise _Wrong(f"it lies: expected {len(sample.data)} bytes at {sample.offset} of {sample.digest}, {received}; look at its disk")
         return True
     try:
-        refusal = msgspec.json.decode(answer.body, type=dict[str, Any])
-    except (msgspec.DecodeError, msgspec.ValidationError):
-        refusal = {}
-    if answer.status == 404 and "reason" in refusal:
+        reason: Any = msgspec.json.decode(answer.body, type=dict[str, Any]).get("reason")
+    except (msgspec.MsgspecError, RecursionError):
+        reason = None
+    if answer.status == 404 and isinstance(reason, str):
         return False
-    said = f": {refusal['reason']}" if "reason" in refusal else ""
+    said = f": {_printable(reason)}" if isinstance(reason, str) else ""
     raise _Wrong(f"expected 206 or 404 as in docs/peers.md, received {answer.status}{said}: another version, or another program")
