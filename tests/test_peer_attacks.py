@@ -15,6 +15,8 @@ from registry_fixture import CHUNK, RegistryServer, make_layer
 from strategies import make_content
 
 from registry import push_group, resolve_group
+from weefs import peering as peering_module
+from weefs import peerserver
 from weefs.coalesce import Range
 from weefs.core import ChunkIndex, CoreError, Miss
 from weefs.peerconfig import PeersConfig, is_address
@@ -124,6 +126,24 @@ def test_what_nobody_waits_for_is_cut_along_groups_too(layers: list[Layer], tmp_
             assert mount.plane.statistics()["sources"]["registry"]["bytes"] == 0
 
     asyncio.run(run())
+
+
+def test_a_node_that_is_its_own_peer_by_another_name_is_told_and_does_not_wait_for_itself(
+    layers: list[Layer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peerserver, "ARRIVAL_S", 60.0)
+    monkeypatch.setattr(peering_module, "PEERS_S", 10.0)
+
+    async def run() -> None:
+        (name,) = addresses(1)
+        alias = name.replace("127.0.0.1", "localhost")
+        async with node(tmp_path / "n", layers, PeersConfig(listen=name, members=[alias])) as mount:
+            async with asyncio.timeout(9):
+                await read_all(mount, FILES)
+            assert peering(mount).server.served.by_status[404] > 0
+
+    asyncio.run(run())
+    assert "which is this node" in capfd.readouterr().err
 
 
 # what is claimed is settled

@@ -149,6 +149,8 @@ class PeerServer:
             given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
             if not hmac.compare_digest(given, self._authorization):
                 return self._refused(401, "wrong token")
+        if self._is_own(request):
+            self._say_once(f"peers: asked by {self._name}, which is this node: it is a member by another name too, or another node has its")
         path = _PATH.fullmatch(request.path)
         if request.method != "GET" or path is None:
             return self._refused(400, "expected GET /v1/layers/DIGEST/stream or …/toc")
@@ -226,6 +228,10 @@ class PeerServer:
         self.served.bytes += size
         self._on_sent(request.headers.get(PEER_HEADER, ""), size)
 
+    def _is_own(self, request: web.BaseRequest) -> bool:
+        """Whoever asks has this node's name."""
+        return request.headers.get(PEER_HEADER) == self._name
+
     def _may_wait(self, request: web.BaseRequest, digest: str, group: int) -> bool:
         """Whether the asker may wait until this node has it: one that ranks behind it, or is no member."""
         asker = request.headers.get(PEER_HEADER, "")
@@ -266,7 +272,7 @@ class PeerServer:
     async def _send(self, request: web.BaseRequest, lent: Lent, chunks: range, offset: int, size: int, *, pull: bool) -> web.StreamResponse:
         try:
             hold = self._shelf.hold(lent, chunks)
-            if hold is None:
+            if hold is None and not self._is_own(request):  # one that asks itself would wait for itself
                 with suppress(TimeoutError):
                     async with asyncio.timeout(PULL_S if pull else ARRIVAL_S):
                         await self._shelf.bring(lent, [ChunkIndex(chunk) for chunk in chunks], claim=pull)
