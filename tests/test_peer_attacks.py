@@ -93,9 +93,7 @@ def test_names_that_no_host_can_have_are_no_members(name: str) -> None:
     assert not is_address(name)
 
 
-@pytest.mark.parametrize(
-    "name", ["node:1", "node-1.example:65535", "node.example.:1", "_a.b_c:1", "[::1]:1", "10.0.0.1:9", "x" * 63 + ":1"]
-)
+@pytest.mark.parametrize("name", ["node:1", "n-1.example:65535", "node.example.:1", "_a.b_c:1", "[::1]:1", "10.0.0.1:9", "x" * 63 + ":1"])
 def test_names_that_hosts_have_are_addresses(name: str) -> None:
     assert is_address(name)
 
