@@ -7,11 +7,12 @@ import base64
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 from peer_harness import addresses, cluster, misbehaving, node, peering, read_all
 from plane_harness import layers_of, wait_until
-from registry_fixture import CHUNK, RegistryServer, make_layer
+from registry_fixture import CHUNK, RegistryServer, make_layer, run_proxy
 from strategies import make_content
 
 from registry import push_group, resolve_group
@@ -20,7 +21,7 @@ from weefs import peerserver
 from weefs.coalesce import Range
 from weefs.core import ChunkIndex, CoreError, Miss
 from weefs.peerconfig import PeersConfig, is_address
-from weefs.placement import group_of
+from weefs.placement import group_of, owners
 from weefs.protocol import Layer
 
 FILES = {"large": make_content(CHUNK * 40, 1, False)}
@@ -142,6 +143,30 @@ def test_a_node_that_is_its_own_peer_by_another_name_is_told_and_does_not_wait_f
 
     asyncio.run(run())
     assert "which is this node" in capfd.readouterr().err
+
+
+def test_the_first_owner_of_a_group_takes_it_from_one_behind_it_that_has_it(
+    server: RegistryServer, layers: list[Layer], tmp_path: Path
+) -> None:
+    """It came later, or lost it: the registry is gone, and whoever has the bytes is ranked behind."""
+
+    async def run() -> None:
+        with run_proxy(server.host) as proxy:
+            there = [msgspec.structs.replace(layers[0], source=layers[0].source.replace(server.host, proxy.host))]
+            async with cluster(tmp_path, [there, there]) as nodes:
+                first = owners(peering(nodes[0]).members.names, there[0].digest, 0)[0]
+                mount, other = sorted(nodes, key=lambda node: peering(node).name != first)
+                peering(other).members.names = frozenset([peering(other).name])  # it fetches all for itself
+                await read_all(other, FILES)
+                proxy.fault = gone
+                await read_all(mount, FILES)
+                assert not mount.faults
+                assert mount.plane.statistics()["sources"]["registry"]["requests"] == 0
+
+    async def gone(_request: web.Request) -> web.StreamResponse:
+        return web.Response(status=404)
+
+    asyncio.run(run())
 
 
 # what is claimed is settled

@@ -21,6 +21,8 @@ REFUSALS = (403, 404, 503)
 
 PEER_HEADER = "Weenv-Peer"
 LAYER_HEADER = "Weenv-Layer"
+WAIT_HEADER = "Weenv-Wait"
+"""`no`: the answer must not wait for anything."""
 
 
 class PeerFailed(Exception):
@@ -63,10 +65,10 @@ class PeerClient:
         await self._http.close()
 
     async def ask(
-        self, peer: str, digest: str, offset: int, into: memoryview, layer: Layer | None, on_bytes: Callable[[], None]
+        self, peer: str, digest: str, offset: int, into: memoryview, layer: Layer | None, on_bytes: Callable[[], None], *, wait: bool = True
     ) -> Elsewhere | None:
         """Fills `into` with the bytes at `offset` of the layer's stream, or says where else they may be. `layer`: for the peer to fetch
-        them if it lacks them; None: only if it has them. `on_bytes`: whenever some of an answer came. PeerFailed.
+        them if it lacks them; None: only if it has them; without `wait`, now. `on_bytes`: whenever some of an answer came. PeerFailed.
         """
         wanted = f"{offset}-{offset + len(into) - 1}"
 
@@ -78,11 +80,12 @@ class PeerClient:
                 raise ProtocolError(f"expected bytes {wanted}, received {head.length} bytes as {received!r}")
             return into
 
-        answer = await self._get(peer, f"/v1/layers/{digest}/stream", layer, {"Range": f"bytes={wanted}"}, body_for, on_bytes)
+        headers = {"Range": f"bytes={wanted}"} | _waiting(wait)
+        answer = await self._get(peer, f"/v1/layers/{digest}/stream", layer, headers, body_for, on_bytes)
         return answer if isinstance(answer, Elsewhere) else None
 
-    async def ask_toc(self, peer: str, digest: str, layer: Layer | None) -> memoryview | Elsewhere:
-        """The layer's raw TOC, or where else it may be. `layer` as for ask(). PeerFailed."""
+    async def ask_toc(self, peer: str, digest: str, layer: Layer | None, *, wait: bool = True) -> memoryview | Elsewhere:
+        """The layer's raw TOC, or where else it may be. `layer` and `wait` as for ask(). PeerFailed."""
 
         def body_for(head: Head) -> memoryview:
             if head.status != 200:
@@ -91,7 +94,7 @@ class PeerClient:
                 raise ProtocolError(f"expected at most {MAX_TOC_BYTES} bytes, received {head.length}")
             return memoryview(bytearray(head.length))
 
-        return await self._get(peer, f"/v1/layers/{digest}/toc", layer, {}, body_for, lambda: None)
+        return await self._get(peer, f"/v1/layers/{digest}/toc", layer, _waiting(wait), body_for, lambda: None)
 
     async def _get(
         self, peer: str, path: str, layer: Layer | None, headers: Mapping[str, str], body_for: BodyFor, on_bytes: OnBytes
@@ -105,6 +108,10 @@ class PeerClient:
             raise PeerFailed(f"{url}: expected a refusal in JSON: {error}") from error
         except (ProtocolError, OSError, UnicodeError) as error:  # UnicodeError: of a name that no host can have
             raise PeerFailed(f"{url}: {type(error).__name__}: {error}") from error
+
+
+def _waiting(wait: bool) -> dict[str, str]:
+    return {} if wait else {WAIT_HEADER: "no"}
 
 
 def _refusal_for(head: Head) -> memoryview:

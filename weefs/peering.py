@@ -36,6 +36,8 @@ from weefs.protocol import Layer
 
 PEERS_S = 2.0
 """That peers get before the registry is asked; of the deadline, a third at most."""
+AT_ONCE_S = 0.1
+"""For the first byte from those who must not wait for anything before they answer."""
 TOC_S = 2.0
 """That each place gets to send a TOC; it may be large, and nobody waits for it who is in the middle of something."""
 STALLED_S = 0.2
@@ -58,6 +60,8 @@ class _Try:
 
     peer: str
     first: bool
+    at_once: bool
+    """It answers without waiting for anything, or something is wrong."""
     asking: str = ""
     asked_s: float | None = None
     heard_s: float | None = None
@@ -95,6 +99,10 @@ def pieces_of(wanted: Iterable[Miss], max_bytes: int = MAX_RANGE_BYTES) -> list[
         else:
             pieces.append([miss])
     return [tuple(piece) for piece in pieces]
+
+
+def _any_heard(running: dict[asyncio.Task[_Brought | None], _Try]) -> bool:
+    return any(tried.heard_s is not None for tried in running.values())
 
 
 def _digest_of(data: memoryview) -> str:
@@ -221,12 +229,13 @@ class Peering:
             return None
         ranked = self._owners(layer.digest, placement.TOC_GROUP)
         loop = asyncio.get_running_loop()
-        for place in placement.places_to_ask(self.name, ranked, layer.digest, placement.TOC_GROUP):
+        behind = placement.behind(self.name, ranked)
+        for place in [*placement.places_to_ask(self.name, ranked, layer.digest, placement.TOC_GROUP), *behind]:
             if not self._of(place).may_ask(loop.time()):
                 continue
             try:
                 async with asyncio.timeout(TOC_S):
-                    toc = await self._toc_from(place, layer)
+                    toc = await self._toc_from(place, layer, wait=place not in behind)
             except TimeoutError:
                 self._of(place).failed(loop.time())
                 continue
@@ -234,8 +243,8 @@ class Peering:
                 return toc
         return None
 
-    async def _toc_from(self, place: str, layer: Layer) -> memoryview | None:
-        """From it, or those that it refers to."""
+    async def _toc_from(self, place: str, layer: Layer, *, wait: bool) -> memoryview | None:
+        """From it, or those that it refers to. Without `wait`, only if it has it."""
         loop = asyncio.get_running_loop()
         known, to_ask = {self.name}, [place]
         while to_ask and len(known) <= REFERRALS:
@@ -243,11 +252,11 @@ class Peering:
             if peer in known:  # it was named twice
                 continue
             known.add(peer)
-            described = None if peer != place or source_host(layer.source) is None else layer
+            described = None if peer != place or not wait or source_host(layer.source) is None else layer
             begin_s = loop.time()
             self._core.count_traffic("peer", metadata_requests=1)
             try:
-                answer = await self._client.ask_toc(peer, layer.digest, described)
+                answer = await self._client.ask_toc(peer, layer.digest, described, wait=wait)
             except PeerFailed:
                 self._of(peer).failed(loop.time())
                 continue
@@ -298,26 +307,30 @@ class Peering:
         """What is left of it."""
         group = placement.group_of(piece[0].chunk)
         ranked = self._owners(layer.digest, group)
-        places = deque(placement.places_to_ask(self.name, ranked, layer.digest, group))
+        before, behind = placement.places_to_ask(self.name, ranked, layer.digest, group), placement.behind(self.name, ranked)
         left = [*piece]
-        while left and places:
-            part, *others = pieces_of(left)
-            brought = await self._race(part, layer, places, ranked, until)
-            if brought is None:
-                return left
-            unpublished = await self._publish(part, brought, layer.digest)
-            self._buffers.give_back(brought.body)
-            left = [*unpublished, *(miss for other in others for miss in other)]
-            if not unpublished:
-                continue
-            if self._of(brought.peer).state(asyncio.get_running_loop().time()) != "left_out":
-                return left  # there is no room for them: the fetcher makes some
+        for places, heard_within_s in ((deque(before), PEERS_S), (deque(behind), AT_ONCE_S)):
+            while left and places:
+                part, *others = pieces_of(left)
+                brought = await self._race(part, layer, places, ranked, until, heard_within_s)
+                if brought is None:
+                    break
+                unpublished = await self._publish(part, brought, layer.digest)
+                self._buffers.give_back(brought.body)
+                left = [*unpublished, *(miss for other in others for miss in other)]
+                if not unpublished:
+                    continue
+                if self._of(brought.peer).state(asyncio.get_running_loop().time()) != "left_out":
+                    return left  # there is no room for them: the fetcher makes some
         return left
 
     async def _race(
-        self, piece: Sequence[Miss], layer: Layer, places: deque[str], ranked: Sequence[str], until: float
+        self, piece: Sequence[Miss], layer: Layer, places: deque[str], ranked: Sequence[str], until: float, heard_within_s: float
     ) -> _Brought | None:
-        """Asks `places`, from which those are taken that brought nothing, until one brings the piece, or the time is over."""
+        """Asks `places`, from which those are taken that brought nothing, until one brings the piece, or the time is over, or none has said
+        anything within `heard_within_s`.
+        """
+        heard_by = asyncio.get_running_loop().time() + heard_within_s
         running: dict[asyncio.Task[_Brought | None], _Try] = {}
         queue = deque(places)
         winner: _Try | None = None
@@ -325,9 +338,10 @@ class Peering:
             while True:
                 if not running and not self._ask_next(queue, running, piece, layer, ranked, until):
                     return None
-                done, _ = await asyncio.wait(running, timeout=self._patience_s(running, queue, until), return_when=asyncio.FIRST_COMPLETED)
+                patience_s = self._patience_s(running, queue, until, heard_by)
+                done, _ = await asyncio.wait(running, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
-                    if asyncio.get_running_loop().time() >= until:
+                    if asyncio.get_running_loop().time() >= (until if _any_heard(running) else min(until, heard_by)):
                         return None
                     if self._slow(running) and self._ask_next(queue, running, piece, layer, ranked, until):
                         self.counted.hedges += 1
@@ -357,15 +371,15 @@ class Peering:
         while queue and now_s < until:
             peer = queue.popleft()
             if self._of(peer).may_ask(now_s):
-                tried = _Try(peer, first=not running)
-                running[asyncio.create_task(self._try(tried, piece, layer, ranked.index(peer)))] = tried
+                tried = _Try(peer, not running, peer in placement.behind(self.name, ranked))
+                running[asyncio.create_task(self._try(tried, piece, layer, ranked))] = tried
                 return True
         return False
 
-    def _patience_s(self, running: dict[asyncio.Task[_Brought | None], _Try], queue: deque[str], until: float) -> float:
+    def _patience_s(self, running: dict[asyncio.Task[_Brought | None], _Try], queue: deque[str], until: float, heard_by: float) -> float:
         """How long to wait for an answer before something else is done."""
         now_s = asyncio.get_running_loop().time()
-        left_s = max(0.0, until - now_s)
+        left_s = max(0.0, (until if _any_heard(running) else min(until, heard_by)) - now_s)
         if not queue:
             return left_s
         return min(left_s, max(0.001, max(self._slow_at_s(tried) for tried in running.values()) - now_s))
@@ -390,13 +404,15 @@ class Peering:
             stalls = tried.heard_s is not None and now_s - tried.heard_s >= STALLED_S
             if tried.asked_s is not None and (stalls or now_s >= until):
                 health.failed(now_s)
-            elif tried.asked_s is not None and tried.heard_s is None and winner is not None and tried.first:
+            elif tried.asked_s is not None and tried.heard_s is None and (winner is not None or tried.at_once) and tried.first:
                 health.lost(now_s)
             else:
                 health.gave_up()
 
-    async def _try(self, tried: _Try, piece: Sequence[Miss], layer: Layer, rank: int) -> _Brought | None:
-        """One place, and those that it refers to; these are asked for what they have and nothing more."""
+    async def _try(self, tried: _Try, piece: Sequence[Miss], layer: Layer, ranked: Sequence[str]) -> _Brought | None:
+        """One place, and those that it refers to; these are asked for what they have and nothing more. So is one that ranks behind this
+        node, which must not wait for it.
+        """
         known: set[str] = {self.name}
         to_ask = [tried.peer]
         while to_ask and len(known) <= REFERRALS:
@@ -407,8 +423,9 @@ class Peering:
             referred = peer != tried.peer
             if referred and not self._of(peer).may_ask(asyncio.get_running_loop().time()):
                 continue
-            described = None if referred or source_host(layer.source) is None else layer
-            answer = await self._ask(tried, peer, piece, layer, described, placement.OWNERS if referred else rank)
+            described = None if referred or tried.at_once or source_host(layer.source) is None else layer
+            rank = placement.OWNERS if referred or tried.at_once else ranked.index(peer)
+            answer = await self._ask(tried, peer, piece, layer, described, rank)
             if isinstance(answer, _Brought):
                 return answer
             further = [holder for holder in answer if holder in self.members.names and holder not in known]
@@ -437,7 +454,7 @@ class Peering:
             body = self._buffers.take(size)
             self._core.count_traffic("peer", requests=1)
             try:
-                elsewhere = await self._client.ask(peer, layer.digest, offset, body, description, heard)
+                elsewhere = await self._client.ask(peer, layer.digest, offset, body, description, heard, wait=not tried.at_once)
             except PeerFailed:
                 health.failed(loop.time())
                 return ()

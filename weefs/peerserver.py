@@ -26,7 +26,7 @@ from weefs.crowd import Crowd, bits_of
 from weefs.errors import WeefsError
 from weefs.lending import Lending, Lent, MayNotOpen
 from weefs.log import say, say_traceback
-from weefs.peerclient import LAYER_HEADER, PEER_HEADER, Refusal, decode_layer
+from weefs.peerclient import LAYER_HEADER, PEER_HEADER, WAIT_HEADER, Refusal, decode_layer
 from weefs.placement import TOC_GROUP, before, group_of
 from weefs.protocol import Layer
 
@@ -169,6 +169,8 @@ class PeerServer:
         offset, size = int(wanted[1]), int(wanted[2]) - int(wanted[1]) + 1
         if not 0 < size <= MAX_RANGE_BYTES:
             return self._refused(416, f"expected 1 to {MAX_RANGE_BYTES} bytes, received {size}")
+        if _must_not_wait(request) and not self._shelf.is_open(digest):  # it may be about to be, by way of whoever asks
+            return self._refused(404, "absent")
         lent = await self._lend(digest, layer)
         if lent is None:
             return self._refused(404, "absent")
@@ -191,12 +193,16 @@ class PeerServer:
             chunks = self._shelf.chunks_at(lent, offset, size)
         except CoreError as error:
             return self._refused(416, error.strerror or "")
+        if _must_not_wait(request) and not self._has(lent, chunks):
+            return self._refused(404, "absent")
         group = group_of(chunks.start)
         pull = described and self._may_wait(request, digest, group)
         send = functools.partial(self._send, request, lent, chunks, offset, size, pull=pull)
         return await self._send_or_refer(request, digest, group, bits_of(chunks, group), send)
 
     async def _answer_toc(self, request: web.BaseRequest, digest: str, layer: Layer | None) -> web.StreamResponse:
+        if _must_not_wait(request) and not self._shelf.is_open(digest):
+            return self._refused(404, "absent")
         pull = layer is not None and self._may_wait(request, digest, TOC_GROUP)
 
         async def send() -> web.StreamResponse:
@@ -269,6 +275,13 @@ class PeerServer:
         except TimeoutError:
             return
 
+    def _has(self, lent: Lent, chunks: range) -> bool:
+        try:
+            hold = self._shelf.hold(lent, chunks)
+        except CoreError:
+            return False
+        return hold is not None and self._shelf.unhold(lent, hold)
+
     async def _send(self, request: web.BaseRequest, lent: Lent, chunks: range, offset: int, size: int, *, pull: bool) -> web.StreamResponse:
         try:
             hold = self._shelf.hold(lent, chunks)
@@ -322,6 +335,10 @@ class PeerServer:
         await response.write_eof()
         self._count_sent(request, 206, size)
         return response
+
+
+def _must_not_wait(request: web.BaseRequest) -> bool:
+    return request.headers.get(WAIT_HEADER) == "no"
 
 
 async def _send_file(transport: asyncio.Transport, file: IO[bytes], offset: int, size: int) -> int:

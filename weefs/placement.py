@@ -53,6 +53,11 @@ def turned(choices: Sequence[str], name: str, what: str) -> list[str]:
     return [*choices[begin:], *choices[:begin]]
 
 
+def behind(name: str, ranked: Sequence[str]) -> list[str]:
+    """Owners that rank behind an owner. It must not wait for them, but may ask for what they have: it may have come later, or lost it."""
+    return [*ranked[ranked.index(name) + 1 :]] if name in ranked else []
+
+
 def places_to_ask(name: str, ranked: Sequence[str], layer: str, group: int) -> list[str]:
     """Whom a node asks for chunks of a group with the owners `ranked`, in this order, before the registry. An owner: those before it, the
     first in rank first. Anybody else: all owners, in an order of its own.
