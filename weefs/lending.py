@@ -18,7 +18,6 @@ import attrs
 from registry import RegistryError
 from weefs.core import ChunkIndex, Core, CoreError, LayerSlot
 from weefs.errors import WeefsError
-from weefs.log import say
 from weefs.protocol import Layer
 
 KEPT_S = 300.0
@@ -140,7 +139,7 @@ class Lending:
         self._lender.give_back(lent.borrowed)
 
     async def _open(self, layer: Layer) -> None:
-        """To the end, even if nobody waits any more: the next asker finds it open."""
+        """To the end, even if nobody waits any more: the next asker finds it open. WeefsError."""
         if not self._may_open(layer.source, self._lender.sources()):
             raise MayNotOpen(f"layer {layer.digest}: its source {layer.source} may not be opened for peers; peers_sources says which may")
         task = self._opening.get(layer.digest)
@@ -148,6 +147,7 @@ class Lending:
             if len(self._kept) + len(self._opening) >= MAX_KEPT:
                 raise WeefsError(f"layer {layer.digest}: {MAX_KEPT} layers are open for peers already")
             task = self._opening[layer.digest] = asyncio.create_task(self._open_and_keep(layer))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait any more
         await asyncio.shield(task)
 
     async def _open_and_keep(self, layer: Layer) -> None:
@@ -155,8 +155,8 @@ class Lending:
             borrowed = await self._lender.borrow(layer.digest, layer)
             if borrowed is not None:
                 self._kept[layer.digest] = _Kept(borrowed, asyncio.get_running_loop().time() + self._kept_s)
-        except (RegistryError, WeefsError, OSError) as error:
-            say(f"peers: layer {layer.digest} cannot be opened for them: {error}")
+        except (RegistryError, OSError) as error:
+            raise WeefsError(f"layer {layer.digest} cannot be opened for peers: {error}") from error
         finally:
             del self._opening[layer.digest]
 
