@@ -254,7 +254,8 @@ def test_a_thousand_plans_come_and_go_and_leave_nothing(kept: Keeper, source: So
     assert late["slot"] <= early["slot"] + 4 <= 40
     assert late["descriptors"] <= early["descriptors"]
     assert late["mappings"] <= early["mappings"] + 20
-    assert late["rss_kib"] <= early["rss_kib"] + 8192
+    # A sanitizer has memory of its own for memory that was touched, and gives none back.
+    assert late["rss_kib"] <= early["rss_kib"] + (32768 if "SANITIZED_PYTHON" in os.environ else 8192)
     assert late["journal"] <= early["journal"] + 40000
     assert connection.call(protocol.GetStatistics)["plans"] == 0
     assert os.listdir(kept.mountpoint) == ["objects"]
