@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import attrs
 import pytest
 from aiohttp import web
 from plane_harness import QUICK, Mounted, layers_of, mounted, wait_until
-from registry_fixture import CHUNK, Proxy, RegistryServer, make_layer, run_proxy
+from registry_fixture import CHUNK, Proxy, RegistryServer, make_layer
 from strategies import make_content
 
 from layerformat import Layer as LayerFile
@@ -35,10 +36,9 @@ def layer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def proxy(server: RegistryServer, layer_file: Path) -> Iterator[Proxy]:
+def proxy(proxy: Proxy, server: RegistryServer, layer_file: Path) -> Proxy:
     push_group(f"{server.host}/fill:t", [layer_file])
-    with run_proxy(server.host) as proxy:
-        yield proxy
+    return proxy
 
 
 @pytest.fixture
@@ -188,12 +188,21 @@ def test_no_fill_begins_while_a_reader_waits(proxy: Proxy, held: Held, group: Gr
     asyncio.run(run())
 
 
+@contextlib.asynccontextmanager
+async def being_filled(
+    directory: Path, group: Group, proxy: Proxy, held: Held, policy: FillPolicy = EAGER, *, requests: int = 1, rooted: bool = True
+) -> AsyncIterator[Mounted]:
+    """A node whose fill waits for its first answers."""
+    async with mounted(directory, layers_of(group), fill=policy, fetching=False, rooted=rooted) as mount:
+        proxy.fault = held
+        mount.start_fetching()
+        await wait_until(lambda: len(held.waiting) == requests)
+        yield mount
+
+
 def test_a_reader_of_what_is_being_filled_waits_for_that_flight(proxy: Proxy, held: Held, group: Group, tmp_path: Path) -> None:
     async def run() -> None:
-        async with mounted(tmp_path / "1", layers_of(group), fill=EAGER, fetching=False) as mount:
-            proxy.fault = held
-            mount.start_fetching()
-            await wait_until(lambda: len(held.waiting) == 1)
+        async with being_filled(tmp_path / "1", group, proxy, held) as mount:
             reader = asyncio.create_task(mount.read("large", CHUNK * 5, CHUNK))
             await wait_until(lambda: mount.plane.statistics()["fuse"]["pending"] == 1)
             held.let_go()
@@ -210,10 +219,7 @@ def test_a_reader_whose_fill_failed_is_served_as_any_other(proxy: Proxy, held: H
     once = attrs.evolve(EAGER, first_pause_s=1000)
 
     async def run() -> None:
-        async with mounted(tmp_path / "1", layers_of(group), fill=once, fetching=False) as mount:
-            proxy.fault = held
-            mount.start_fetching()
-            await wait_until(lambda: len(held.waiting) == 1)
+        async with being_filled(tmp_path / "1", group, proxy, held, once) as mount:
             reader = asyncio.create_task(mount.read("large", CHUNK * 5, CHUNK))
             await wait_until(lambda: mount.plane.statistics()["fuse"]["pending"] == 1)
             held.let_go()
@@ -254,10 +260,7 @@ def test_a_fill_that_fails_is_tried_again_without_a_fault(proxy: Proxy, group: G
 def test_it_stops_with_the_last_plan_and_the_layer_can_be_closed(proxy: Proxy, held: Held, group: Group, tmp_path: Path) -> None:
     async def run() -> None:
         small = attrs.evolve(EAGER, range_bytes=CHUNK, near_demand_bytes=CHUNK)
-        async with mounted(tmp_path / "1", layers_of(group), fill=small, fetching=False, rooted=False) as mount:
-            proxy.fault = held
-            mount.start_fetching()
-            await wait_until(lambda: len(held.waiting) == 2)
+        async with being_filled(tmp_path / "1", group, proxy, held, small, requests=2, rooted=False) as mount:
             (plan,) = mount.plane.plans()
             await mount.plane.remove_plan(plan.plan_id)
             held.let_go()
@@ -272,10 +275,7 @@ def test_it_stops_with_the_last_plan_and_the_layer_can_be_closed(proxy: Proxy, h
 
 def test_an_end_in_the_middle_leaves_no_flight(proxy: Proxy, held: Held, group: Group, tmp_path: Path) -> None:
     async def run() -> None:
-        async with mounted(tmp_path / "1", layers_of(group), fill=EAGER, fetching=False) as mount:
-            proxy.fault = held
-            mount.start_fetching()
-            await wait_until(lambda: len(held.waiting) == 1)
+        async with being_filled(tmp_path / "1", group, proxy, held) as mount:
             assert mount.fetcher is not None
             mount.fetcher.cancel()
             await asyncio.wait([mount.fetcher])

@@ -10,7 +10,6 @@ import contextlib
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,7 +18,7 @@ from aiohttp import web
 from peer_fronts import Fail, Front, cut, stall_midway
 from peer_harness import GONE, addresses, ask, cluster, make_certificates, misbehaving, never, node, peering, read_all
 from plane_harness import QUICK, layers_of, wait_until
-from registry_fixture import CHUNK, Proxy, RegistryServer, make_layer, run_proxy, run_registry
+from registry_fixture import CHUNK, Proxy, RegistryServer, make_layer
 from strategies import make_content
 
 from layerformat import Layer as LayerFile
@@ -40,21 +39,14 @@ TOKEN = "a token of thirty-two characters".replace(" ", "-")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RegistryServer]:
-    with run_registry(tmp_path_factory.mktemp("registry")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def layer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_layer(tmp_path_factory.mktemp("layer"), "layer", FILES)
 
 
 @pytest.fixture
-def proxy(server: RegistryServer, layer_file: Path) -> Iterator[Proxy]:
+def proxy(proxy: Proxy, server: RegistryServer, layer_file: Path) -> Proxy:
     push_group(f"{server.host}/repo:t", [layer_file])
-    with run_proxy(server.host) as proxy:
-        yield proxy
+    return proxy
 
 
 @pytest.fixture

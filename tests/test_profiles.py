@@ -9,7 +9,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from aiohttp import web
 from node_process import Groups, Node, create, run_node
 from node_process import wait_until as await_condition
 from plane_harness import layers_of, mounted, wait_until
-from registry_fixture import CHUNK, Proxy, RegistryServer, Seen, make_layer, run_proxy
+from registry_fixture import CHUNK, Proxy, RegistryServer, Seen, make_layer
 from strategies import make_content
 from weenv_cli import NOT_FOUND, OK, Weenv
 
@@ -42,12 +42,11 @@ def layer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def proxy(server: RegistryServer, layer_file: Path, request: pytest.FixtureRequest) -> Iterator[Proxy]:
+def proxy(proxy: Proxy, server: RegistryServer, layer_file: Path, request: pytest.FixtureRequest) -> Proxy:
     """A repository for each test: what is published beside a group stays."""
     repository = request.node.name.split("[")[0].lower().replace("_", "-")
     push_group(f"{server.host}/{repository}:t", [layer_file])
-    with run_proxy(server.host) as proxy:
-        yield proxy
+    return proxy
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
@@ -12,7 +11,7 @@ import pytest
 from aiohttp import web
 from peer_harness import addresses, node
 from plane_harness import QUICK, Mounted, layers_of, mounted, wait_until
-from registry_fixture import CHUNK, Proxy, RegistryServer, make_layer, run_proxy
+from registry_fixture import CHUNK, Proxy, RegistryServer, make_layer
 from strategies import make_content
 
 from registry import Group, parse_reference, push_group, resolve_group
@@ -39,11 +38,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def proxy(server: RegistryServer, files: tuple[Path, Path]) -> Iterator[Proxy]:
+def proxy(proxy: Proxy, server: RegistryServer, files: tuple[Path, Path]) -> Proxy:
     push_group(f"{server.host}/warm:large", [files[0]])
     push_group(f"{server.host}/warm:other", [files[1]])
-    with run_proxy(server.host) as proxy:
-        yield proxy
+    return proxy
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import contextlib
 import errno
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from registry_fixture import (
     auth_file,
     free_port,
     make_layer,
-    run_proxy,
     run_registry,
 )
 from strategies import make_content
@@ -38,10 +37,6 @@ from weefs.traffic import LayerTraffic
 
 LARGE = make_content(CHUNK * 8, 1, False)
 FILES = {"large": LARGE, "other": make_content(CHUNK * 3, 2, False), "small": b"small"}
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RegistryServer]:
-    with run_registry(tmp_path_factory.mktemp("registry")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +45,10 @@ def layer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def proxy(server: RegistryServer, layer_file: Path) -> Iterator[Proxy]:
+def proxy(proxy: Proxy, server: RegistryServer, layer_file: Path) -> Proxy:
     """The registry with the group `…/repo:t` in it, nothing counted yet."""
     push_group(f"{server.host}/repo:t", [layer_file])
-    with run_proxy(server.host) as proxy:
-        yield proxy
+    return proxy
 
 
 def chunks_of(layer_file: Path, name: str) -> list[tuple[int, int]]:
