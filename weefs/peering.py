@@ -309,10 +309,10 @@ class Peering:
         ranked = self._owners(layer.digest, group)
         before, behind = placement.places_to_ask(self.name, ranked, layer.digest, group), placement.behind(self.name, ranked)
         left = [*piece]
-        for places, heard_within_s in ((deque(before), PEERS_S), (deque(behind), AT_ONCE_S)):
+        for places, at_once in ((deque(before), False), (deque(behind), True)):
             while left and places:
                 part, *others = pieces_of(left)
-                brought = await self._race(part, layer, places, ranked, until, heard_within_s)
+                brought = await self._race(part, layer, places, ranked, until, at_once=at_once)
                 if brought is None:
                     break
                 unpublished = await self._publish(part, brought, layer.digest)
@@ -325,12 +325,12 @@ class Peering:
         return left
 
     async def _race(
-        self, piece: Sequence[Miss], layer: Layer, places: deque[str], ranked: Sequence[str], until: float, heard_within_s: float
+        self, piece: Sequence[Miss], layer: Layer, places: deque[str], ranked: Sequence[str], until: float, *, at_once: bool
     ) -> _Brought | None:
-        """Asks `places`, from which those are taken that brought nothing, until one brings the piece, or the time is over, or none has said
-        anything within `heard_within_s`.
+        """Asks `places`, from which those are taken that brought nothing, until one brings the piece, or the time is over. `at_once`: they
+        must not wait for anything, so all are asked together, and none of them that says nothing for a moment is waited for.
         """
-        heard_by = asyncio.get_running_loop().time() + heard_within_s
+        heard_by = asyncio.get_running_loop().time() + (AT_ONCE_S if at_once else PEERS_S)
         running: dict[asyncio.Task[_Brought | None], _Try] = {}
         queue = deque(places)
         winner: _Try | None = None
@@ -338,6 +338,8 @@ class Peering:
             while True:
                 if not running and not self._ask_next(queue, running, piece, layer, ranked, until):
                     return None
+                while at_once and self._ask_next(queue, running, piece, layer, ranked, until):
+                    continue
                 patience_s = self._patience_s(running, queue, until, heard_by)
                 done, _ = await asyncio.wait(running, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
