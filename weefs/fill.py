@@ -26,6 +26,7 @@ LONGEST_RANGE_S = 1.0
 LEAST_RANGE_BYTES = 64 << 10
 ROOM_LOOKED_AT_S = 5.0
 """As often as the room is measured."""
+NO_ROOM = "the cache is nearly full"
 ELSEWHERE_PAUSE_S = 1.0
 """Others fetch what a layer lacks: look again."""
 
@@ -177,10 +178,10 @@ class Filler:
             layer.state, layer.reason = self._standing(layer)
         if self.policy.mode == "off" or self._demand.in_flight or all(layer.full for layer in self._layers.values()):
             return Wait(float("inf"))
-        if not self._has_room(sum(layer.outstanding for layer in self._layers.values())):
+        if not self._has_room(self._outstanding):
             for layer in self._layers.values():
                 if not layer.full:
-                    layer.state, layer.reason = "stopped", "the cache is nearly full"
+                    layer.state, layer.reason = "stopped", NO_ROOM
             return Wait(now_s + ROOM_LOOKED_AT_S)
         until_s = float("inf")
         active = sum(layer.active for layer in self._layers.values())
@@ -193,6 +194,11 @@ class Filler:
                     return Wait(free_s)
                 return Begin(layer, self._range_bytes(layer, now_s))
         return Wait(until_s)
+
+    @property
+    def _outstanding(self) -> int:
+        """Raw bytes that are on their way."""
+        return sum(layer.outstanding for layer in self._layers.values())
 
     def _standing(self, layer: FilledLayer) -> tuple[str, str]:
         if self.policy.mode == "off":
@@ -247,7 +253,11 @@ class Filler:
 
     def _begin(self, layer: FilledLayer, size: int, now_s: float, tasks: asyncio.TaskGroup) -> None:
         claimed = self._core.claim_run(layer.slot, layer.since, size)
-        if claimed:
+        if claimed and not self._has_room(self._outstanding + sum(miss.raw_size for miss in claimed)):
+            for miss in claimed:
+                self._core.unclaim(miss.layer, miss.chunk)
+            layer.failure, layer.paused_until_s = NO_ROOM, now_s + ROOM_LOOKED_AT_S
+        elif claimed:
             layer.since = claimed[-1].chunk + 1
             layer.active += 1
             layer.outstanding += sum(miss.raw_size for miss in claimed)
