@@ -5,7 +5,8 @@ set -euo pipefail
 packages=(
     gcc libc6-dev make pkg-config python3 python3-dev python3-venv libzstd-dev libssl-dev libfuse3-dev
     crun runc git mmdebstrap                                     # the demo
-    umoci skopeo docker-registry apache2-utils attr tar zstd gzip strace busybox-static erofs-utils etcd-server   # the tests
+    umoci skopeo docker-registry apache2-utils attr tar zstd gzip strace busybox-static erofs-utils   # the tests
+    etcd-server openssl iproute2                                 # the tests of peers
     clang shellcheck                                             # lint and fuzzing
 )
 # The cgroup version 2 tests boot a machine of this architecture; they say so where there is none.
