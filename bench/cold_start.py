@@ -21,7 +21,7 @@ from pathlib import Path
 
 import attrs
 
-from bench.lazy import _upload, registry, run_import
+from bench.lazy import _upload, measure_unpacked, registry
 from bench.measure import WEENV, drop_caches
 from bench.real_root import make_real_root
 from bench.served import ServedNode, served_node
@@ -94,17 +94,6 @@ def publish_profile(scratch: Path, reference: str, program: str) -> None:
     shutil.rmtree(kept)
 
 
-def pull(archive: str, program: str, scratch: Path, archive_bytes: int) -> Start:
-    drop_caches()
-    root = Path(tempfile.mkdtemp(dir=scratch))
-    begin = time.perf_counter()
-    subprocess.run(f"curl -sf {archive} | tar -xz --numeric-owner -C {root}", shell=True, check=True)
-    run_import(root, program)
-    wall_s = time.perf_counter() - begin
-    shutil.rmtree(root)
-    return Start(wall_s, archive_bytes, 1, archive_bytes)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, nargs="?", default=Path("build/bench/root"))
@@ -138,7 +127,8 @@ def measure(root: Path, scratch: Path, arguments: argparse.Namespace) -> None:
         found: dict[str, list[Start]] = {"full pull": [], "on demand": [], "profile": []}
         warm: list[float] = []
         for _ in range(arguments.runs):
-            found["full pull"].append(pull(blob, arguments.program, scratch, archive_bytes))
+            pulled_s = measure_unpacked(blob, arguments.program, scratch)
+            found["full pull"].append(Start(pulled_s, archive_bytes, 1, archive_bytes))
             found["on demand"].append(start(scratch, reference, arguments.program, profiles=False)[0])
         publish_profile(scratch, reference, arguments.program)
         for _ in range(arguments.runs):

@@ -24,7 +24,7 @@ from weefs import placement
 from weefs.buffers import Buffers
 from weefs.coalesce import Range
 from weefs.core import Core, CoreError, DamagedError, Miss
-from weefs.fetch import PUBLISHED_HERE_BYTES, CacheRoom, in_thread
+from weefs.fetch import PUBLISHED_HERE_BYTES, CacheRoom, Outcome, in_thread
 from weefs.lending import Lender, Lending
 from weefs.log import say
 from weefs.members import Members, sources_of
@@ -336,16 +336,16 @@ class Peering:
         winner: _Try | None = None
         try:
             while True:
-                if not running and not self._ask_next(queue, running, piece, layer, ranked, until):
+                if not running and not self._ask_next(queue, running, piece, layer, ranked, until, at_once=at_once):
                     return None
-                while at_once and self._ask_next(queue, running, piece, layer, ranked, until):
+                while at_once and self._ask_next(queue, running, piece, layer, ranked, until, at_once=at_once):
                     continue
                 patience_s = self._patience_s(running, queue, until, heard_by)
                 done, _ = await asyncio.wait(running, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     if asyncio.get_running_loop().time() >= (until if _any_heard(running) else min(until, heard_by)):
                         return None
-                    if self._slow(running) and self._ask_next(queue, running, piece, layer, ranked, until):
+                    if self._slow(running) and self._ask_next(queue, running, piece, layer, ranked, until, at_once=at_once):
                         self.counted.hedges += 1
                 for task in done:
                     tried = running.pop(task)
@@ -367,13 +367,15 @@ class Peering:
         layer: Layer,
         ranked: Sequence[str],
         until: float,
+        *,
+        at_once: bool,
     ) -> bool:
         """Whether there was one left that may be asked."""
         now_s = asyncio.get_running_loop().time()
         while queue and now_s < until:
             peer = queue.popleft()
             if self._of(peer).may_ask(now_s):
-                tried = _Try(peer, not running, peer in placement.behind(self.name, ranked))
+                tried = _Try(peer, not running, at_once)
                 running[asyncio.create_task(self._try(tried, piece, layer, ranked))] = tried
                 return True
         return False
@@ -484,8 +486,8 @@ class Peering:
             self._room.published()
         return [*published.damaged, *published.unplaced]
 
-    def _publish_now(self, piece: Sequence[Miss], body: memoryview) -> _Published:
-        published = _Published()
+    def _publish_now(self, piece: Sequence[Miss], body: memoryview) -> Outcome:
+        published = Outcome()
         for miss in piece:
             at = miss.stream_offset - piece[0].stream_offset
             try:
@@ -497,10 +499,3 @@ class Peering:
                     say(f"chunk {miss.chunk} cannot be published: {error}")
                 published.unplaced.append(miss)
         return published
-
-
-@attrs.define
-class _Published:
-    damaged: list[Miss] = attrs.field(factory=list)
-    unplaced: list[Miss] = attrs.field(factory=list)
-    unwritten: bool = False
